@@ -1,0 +1,63 @@
+// Symmetric memory of one rank: what its peers map and touch. Three areas, owned by the group and shared by its layers:
+//   control  fixed size: how ranks meet, refuse and give up
+//   flags    one word a token slot; apart from the data, so that no layer's data lies where another layer polls
+//   data     staged inputs and the partial rows that come home
+// Flags lie in the memory of the rank that waits on them; peers write them. Values carry the epoch of their pass, so
+// nothing is ever cleared across ranks.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/carver.hpp"
+#include "layout/shape.hpp"
+#include "weft/weft.h"
+
+namespace weft {
+
+inline constexpr int32_t kNumBanks = 2;  // epoch n uses bank n % 2: a rank can be at most one collective call ahead
+inline constexpr int32_t kMaxRefusalBytes = 512;
+
+struct ControlBlock {
+  uint64_t entry[kNumBanks][kMaxRanks];       // a peer's arrival: epoch in the high half, its call in the low half
+  uint32_t pulls_done[kMaxRanks];             // epoch in which the peer has read all it needs of this rank's staging
+  uint32_t abort;                             // 0, or 1 + the rank that gave up waiting: the group is finished
+  char refusal[kNumBanks][kMaxRefusalBytes];  // this rank's words when its call is a refusal
+  weft_config proposal[kNumBanks];            // this rank's configuration when its call creates a layer
+};
+
+struct SymmetricFlags {
+  uint32_t* arrived;  // [max_tokens, slots_per_token] epoch in which the slot's partial row was written
+};
+
+WEFT_HD inline SymmetricFlags carve_symmetric_flags(Carver& carver, const LayerShape& shape) {
+  return {carver.take<uint32_t>(shape.max_tokens * shape.slots_per_token())};
+}
+
+// Element is the data dtype of the layer: what crosses the wire.
+template <class Element>
+struct SymmetricData {
+  int64_t* num_tokens;   // [1] tokens this rank brought to the call
+  int32_t* topk_idx;     // [max_tokens, K]
+  float* topk_weights;   // [max_tokens, K]
+  Element* x;            // [max_tokens, H] staged rows, pulled by the experts' ranks
+  Element* dy;           // [max_tokens, H] likewise in backward
+  Element* partial;      // [max_tokens, slots_per_token, H] pre-summed rows pushed home by the experts' ranks
+  float* dtopk_weights;  // [max_tokens, K] router gradients pushed home with them
+};
+
+template <class Element>
+WEFT_HD SymmetricData<Element> carve_symmetric_data(Carver& carver, const LayerShape& shape) {
+  SymmetricData<Element> data{};
+  const int64_t routes = shape.max_tokens * shape.top_k;
+  const int64_t values = shape.max_tokens * shape.hidden;
+  data.num_tokens = carver.take<int64_t>(1);
+  data.topk_idx = carver.take<int32_t>(routes);
+  data.topk_weights = carver.take<float>(routes);
+  data.x = carver.take<Element>(values);
+  data.dy = carver.take<Element>(values);
+  data.partial = carver.take<Element>(values * shape.slots_per_token());
+  data.dtopk_weights = carver.take<float>(routes);
+  return data;
+}
+
+}  // namespace weft
