@@ -1,0 +1,72 @@
+// Gate: how a worker waits. Polls a flag of its own rank, looks at the abort word between polls, and gives up at the
+// deadline with a stall report that says who waited for what. Never traps, never hangs.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/symmetric.hpp"
+#include "protocol/flags.hpp"
+#include "protocol/memory_policy.hpp"
+
+namespace weft {
+
+// What a worker was doing when it waited.
+struct WaitSite {
+  const char* task;  // name of the task, e.g. "gate_up"
+  int32_t task_idx;  // its ticket; -1 outside the task stream
+  FlagKind flag;
+  int64_t flag_idx;  // block, token slot, ...; -1 where there is one such flag only
+  int32_t peer;      // the rank that should have written it; -1: this rank itself
+};
+
+struct StallReport {
+  WaitSite site{};
+  uint64_t expected = 0;
+  uint64_t seen = 0;
+  int32_t aborted_by = -1;  // the rank that had given up before; -1: this one passed its own deadline
+  bool stalled = false;
+};
+
+template <class Memory>
+class Gate {
+ public:
+  // `controls` are all ranks' control blocks; a stall is announced in each.
+  Gate(Memory& memory, ControlBlock* const* controls, int32_t rank, int32_t num_ranks)
+      : memory_(memory), controls_(controls), rank_(rank), num_ranks_(num_ranks) {}
+
+  // Waits until (*flag >> shift) == expected, then orders all later accesses behind the writer's release. False after a
+  // stall, which report() describes.
+  template <class Word>
+  bool wait(const Word* flag, Word expected, Scope scope, const WaitSite& site, int32_t shift = 0) {
+    Word seen = memory_.poll(flag) >> shift;
+    for (int64_t spins = 0; seen != expected; ++spins) {
+      const uint32_t abort = memory_.poll(&controls_[rank_]->abort);
+      if (abort != 0) return stall(site, expected, seen, static_cast<int32_t>(abort) - 1);
+      if (!memory_.pause(spins)) return stall(site, expected, seen, -1);
+      seen = memory_.poll(flag) >> shift;
+    }
+    memory_.acquire(flag, scope);
+    return true;
+  }
+
+  const StallReport& report() const { return report_; }
+
+ private:
+  bool stall(const WaitSite& site, uint64_t expected, uint64_t seen, int32_t aborted_by) {
+    report_ = {site, expected, seen, aborted_by, true};
+    if (aborted_by < 0) {
+      for (int32_t peer = 0; peer < num_ranks_; ++peer) {
+        memory_.release(&controls_[peer]->abort, static_cast<uint32_t>(rank_ + 1), Scope::kSystem);
+      }
+    }
+    return false;
+  }
+
+  Memory& memory_;
+  ControlBlock* const* controls_;
+  int32_t rank_;
+  int32_t num_ranks_;
+  StallReport report_;
+};
+
+}  // namespace weft
