@@ -1,0 +1,128 @@
+#include "api/group.hpp"
+
+#include <cstring>
+
+#include "core/status.hpp"
+#include "protocol/stall.hpp"
+
+namespace weft {
+namespace {
+
+const char* call_name(CallKind kind) {
+  switch (kind) {
+    case CallKind::kCreate:
+      return "layer_create";
+    case CallKind::kGrow:
+    case CallKind::kMapped:
+      return "layer_create (growing symmetric memory)";
+    case CallKind::kForward:
+      return "forward";
+    case CallKind::kBackward:
+      return "backward";
+    case CallKind::kNextPass:
+      return "the next pass of a call";
+    case CallKind::kRefuse:
+      return "refuse";
+  }
+  return "an unknown call";
+}
+
+// The fields that all ranks must bring alike, by name, so that a disagreement can be told in words.
+struct Field {
+  const char* name;
+  double (*value)(const weft_config&);
+};
+constexpr Field kAgreedFields[] = {
+    {"backend", [](const weft_config& c) { return static_cast<double>(c.backend); }},
+    {"precision", [](const weft_config& c) { return static_cast<double>(c.precision); }},
+    {"hidden", [](const weft_config& c) { return static_cast<double>(c.hidden); }},
+    {"intermediate", [](const weft_config& c) { return static_cast<double>(c.intermediate); }},
+    {"num_experts", [](const weft_config& c) { return static_cast<double>(c.num_experts); }},
+    {"top_k", [](const weft_config& c) { return static_cast<double>(c.top_k); }},
+    {"max_tokens", [](const weft_config& c) { return static_cast<double>(c.max_tokens); }},
+    {"clamp_limit", [](const weft_config& c) { return c.clamp_limit; }},
+    {"save", [](const weft_config& c) { return static_cast<double>(c.save); }},
+    {"capacity_rows", [](const weft_config& c) { return static_cast<double>(c.capacity_rows); }},
+};
+
+}  // namespace
+
+void RankGroup::await(uint32_t epoch, double deadline_s, const char* task, Call* calls) {
+  HostMemory memory(deadline_s);
+  Gate<HostMemory> gate(memory, memory_->controls(), rank(), num_ranks());
+  if (!await_all(memory, gate, memory_->controls(), rank(), num_ranks(), epoch, task, calls)) {
+    throw Error(WEFT_STALLED, describe(gate.report(), rank(), deadline_s));
+  }
+}
+
+uint32_t RankGroup::meet(const Call& call, double deadline_s) {
+  HostMemory memory(deadline_s);
+  const uint32_t epoch = ++epoch_;
+  arrive(memory, memory_->controls(), rank(), num_ranks(), epoch, call);
+  Call calls[kMaxRanks];
+  await(epoch, deadline_s, call_name(call.kind), calls);
+  refusal_unread_ = false;
+
+  for (int32_t peer = 0; peer < num_ranks(); ++peer) {
+    if (calls[peer].kind != CallKind::kRefuse) continue;
+    throw Error(WEFT_PEER_REFUSED, words("rank ", peer, " refused ", call_name(call.kind), ": ",
+                                         memory_->controls()[peer]->refusal[epoch % kNumBanks]));
+  }
+  for (int32_t peer = 1; peer < num_ranks(); ++peer) {
+    if (encode_call(calls[peer]) == encode_call(calls[0])) continue;
+    const bool same_kind = calls[peer].kind == calls[0].kind;
+    throw Error(WEFT_INVALID_ARGUMENT,
+                same_kind ? words("ranks disagree: ranks 0 and ", peer, " call ", call_name(calls[0].kind),
+                                  " of different layers or for different gradients (dx, dtopk_weights); all ranks of a "
+                                  "group must make the same calls in the same order")
+                          : words("ranks disagree: rank 0 calls ", call_name(calls[0].kind), ", rank ", peer, " calls ",
+                                  call_name(calls[peer].kind),
+                                  "; all ranks of a group must make the same calls in the same order"));
+  }
+  return epoch;
+}
+
+void RankGroup::refuse(const std::string& reason) {
+  HostMemory memory(deadline_s_);
+  Call calls[kMaxRanks];
+  // Two banks: the words of the refusal before last are overwritten now, so everyone must have read them, and has once
+  // all have arrived at the last one.
+  if (refusal_unread_) await(epoch_, deadline_s_, call_name(CallKind::kRefuse), calls);
+  const uint32_t epoch = ++epoch_;
+  char* text = memory_->controls()[rank()]->refusal[epoch % kNumBanks];
+  std::strncpy(text, reason.c_str(), kMaxRefusalBytes - 1);
+  text[kMaxRefusalBytes - 1] = '\0';
+  arrive(memory, memory_->controls(), rank(), num_ranks(), epoch, {CallKind::kRefuse, 0});
+  refusal_unread_ = num_ranks() > 1;
+}
+
+void RankGroup::agree_on(const weft_config& config, double deadline_s) {
+  ControlBlock* const* controls = memory_->controls();
+  controls[rank()]->proposal[(epoch_ + 1) % kNumBanks] = config;
+  const uint32_t epoch = meet({CallKind::kCreate, 0}, deadline_s);
+  const weft_config& first = controls[0]->proposal[epoch % kNumBanks];
+  for (int32_t peer = 1; peer < num_ranks(); ++peer) {
+    const weft_config& other = controls[peer]->proposal[epoch % kNumBanks];
+    for (const Field& field : kAgreedFields) {
+      require(field.value(first) == field.value(other), WEFT_INVALID_ARGUMENT, "ranks disagree on ", field.name,
+              ": rank 0 has ", field.value(first), ", rank ", peer, " has ", field.value(other),
+              "; all ranks must bring the same configuration");
+    }
+  }
+}
+
+void RankGroup::reserve(int64_t flag_bytes, int64_t data_bytes, double deadline_s) {
+  if (flag_bytes <= memory_->flag_bytes() && data_bytes <= memory_->data_bytes()) return;
+  try {
+    memory_->grow_own(max_of(flag_bytes, memory_->flag_bytes()), max_of(data_bytes, memory_->data_bytes()));
+  } catch (const Error& error) {
+    refuse(error.what());
+    throw;
+  }
+  meet({CallKind::kGrow, 0}, deadline_s);
+  memory_->map_peers();
+  meet({CallKind::kMapped, 0}, deadline_s);
+  memory_->finish_growth();
+}
+
+}  // namespace weft

@@ -1,0 +1,50 @@
+// RankGroup: this rank's membership of an expert-parallel group: symmetric memory, the epoch counter, and the meetings
+// with which every collective call begins.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "protocol/rank_barrier.hpp"
+#include "reference/layer.hpp"
+#include "symmetric/memory.hpp"
+
+namespace weft {
+
+class RankGroup {
+ public:
+  RankGroup(std::unique_ptr<SymmetricMemory> memory, double deadline_s)
+      : memory_(std::move(memory)), deadline_s_(deadline_s) {}
+
+  int32_t rank() const { return memory_->rank(); }
+  int32_t num_ranks() const { return memory_->num_ranks(); }
+  RankMemory rank_memory() const { return {memory_->controls(), memory_->flags(), memory_->data()}; }
+
+  // Meets all ranks in the next epoch, which it returns. Throws Error: WEFT_STALLED if one stays away or the group is
+  // finished, WEFT_PEER_REFUSED if one refuses, WEFT_INVALID_ARGUMENT if they have come to do different things.
+  uint32_t meet(const Call& call, double deadline_s);
+
+  // Answers the next meeting with a refusal and does not wait for it, unless the refusal before is still unread.
+  void refuse(const std::string& reason);
+
+  // The passes after the first have had epochs of their own.
+  void advance(int32_t num_epochs) { epoch_ += static_cast<uint32_t>(num_epochs); }
+
+  // Meets to create a layer: throws Error on every rank, with the field and values, unless all bring the same
+  // configuration but for ep_rank and what is a rank's own affair (schedule, workers, deadline).
+  void agree_on(const weft_config& config, double deadline_s);
+
+  // Makes the symmetric areas at least this large. Collective; every rank asks for the same.
+  void reserve(int64_t flag_bytes, int64_t data_bytes, double deadline_s);
+
+ private:
+  void await(uint32_t epoch, double deadline_s, const char* task, Call* calls);
+
+  std::unique_ptr<SymmetricMemory> memory_;
+  double deadline_s_;
+  uint32_t epoch_ = 0;
+  bool refusal_unread_ = false;
+};
+
+}  // namespace weft

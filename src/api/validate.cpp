@@ -1,0 +1,184 @@
+#include "api/validate.hpp"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/status.hpp"
+#include "layout/carver.hpp"
+
+namespace weft {
+namespace {
+
+// An enumerator as the caller wrote it: a value outside of the enumeration must be readable without undefined
+// behaviour.
+template <class Enum>
+int raw(const Enum& value) {
+  int number = 0;
+  static_assert(sizeof(value) == sizeof(number));
+  std::memcpy(&number, &value, sizeof(number));
+  return number;
+}
+
+template <class... Parts>
+void require_argument(bool condition, const Parts&... parts) {
+  require(condition, WEFT_INVALID_ARGUMENT, parts...);
+}
+
+void require_choice(int value, int num_choices, const char* name, const char* allowed) {
+  require_argument(value >= 0 && value < num_choices, name, " is ", value, "; allowed: ", allowed);
+}
+
+void require_pointer(const void* pointer, const char* name, const char* shape) {
+  require_argument(pointer != nullptr, name, " is NULL; it must point to ", shape);
+}
+
+void check_cpu() {
+#if defined(__AVX2__)
+  require(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), WEFT_UNSUPPORTED,
+          "this build needs a processor with AVX2 and FMA; rebuild with -DWEFT_CPU_ARCH= for this one");
+#endif
+}
+
+void check_multiple(int64_t value, int64_t multiple, const char* name, const Recipe& recipe) {
+  require_argument(value > 0 && value % multiple == 0, name, " is ", value, "; precision ", recipe.name,
+                   " allows positive multiples of ", multiple);
+}
+
+void validate_inputs(const weft_config& config, const weft_inputs& inputs) {
+  require_argument(inputs.num_tokens >= 0 && inputs.num_tokens <= config.max_tokens, "num_tokens is ",
+                   inputs.num_tokens, "; allowed: 0 to max_tokens = ", config.max_tokens,
+                   "; create the layer with a larger max_tokens");
+  if (inputs.num_tokens > 0) {
+    require_pointer(inputs.x, "x", "[T, H]");
+    require_pointer(inputs.topk_idx, "topk_idx", "[T, K]");
+    require_pointer(inputs.topk_weights, "topk_weights", "[T, K]");
+  }
+  require_pointer(inputs.down, "down", "[e, H, I]");
+  const bool together = inputs.gate_up != nullptr;
+  const bool apart = inputs.gate != nullptr && inputs.up != nullptr;
+  require_argument(together != apart && (!together || (inputs.gate == nullptr && inputs.up == nullptr)),
+                   "expert weights must come as gate_up [e, 2I, H], or as both gate and up [e, I, H]; got gate_up ",
+                   together ? "set" : "NULL", ", gate ", inputs.gate != nullptr ? "set" : "NULL", ", up ",
+                   inputs.up != nullptr ? "set" : "NULL");
+}
+
+void validate_workspace(const void* workspace, int64_t bytes, int64_t needed) {
+  require_pointer(workspace, "workspace", "workspace_bytes of weft_query_sizes");
+  require_argument(reinterpret_cast<uintptr_t>(workspace) % kArrayAlignment == 0, "workspace must be aligned to ",
+                   kArrayAlignment, " bytes");
+  require_argument(bytes >= needed, "workspace has ", bytes, " bytes; this configuration needs ", needed,
+                   " (weft_query_sizes)");
+}
+
+}  // namespace
+
+template <class Struct>
+Struct read_struct(const Struct* caller, const char* name) {
+  require_argument(caller != nullptr, name, " is NULL");
+  size_t size = 0;
+  std::memcpy(&size, caller, sizeof(size));
+  require_argument(size == sizeof(Struct), name, ".struct_size is ", size, "; this library has ", sizeof(Struct),
+                   ": set it with WEFT_INIT and build against the header of this library");
+  Struct copy;
+  std::memcpy(&copy, caller, sizeof(Struct));
+  return copy;
+}
+template weft_config read_struct(const weft_config*, const char*);
+template weft_sizes read_struct(const weft_sizes*, const char*);
+template weft_inputs read_struct(const weft_inputs*, const char*);
+template weft_forward_args read_struct(const weft_forward_args*, const char*);
+template weft_backward_args read_struct(const weft_backward_args*, const char*);
+
+void validate_config(const weft_config& config) {
+  require_choice(raw(config.backend), 2, "backend", "WEFT_BACKEND_CPU, WEFT_BACKEND_CUDA");
+  require_choice(raw(config.save), 2, "save", "WEFT_SAVE_GATE_UP, WEFT_SAVE_INPUTS");
+  require_choice(raw(config.schedule), 3, "schedule", "WEFT_SCHEDULE_AUTO, _OVERLAPPED, _PHASED");
+  require_argument(raw(config.precision) >= 0 && raw(config.precision) < static_cast<int>(std::size(kRecipes)),
+                   "precision is ", raw(config.precision), "; allowed: 0 to ", std::size(kRecipes) - 1, " for ",
+                   precision_names());
+  require(config.backend == WEFT_BACKEND_CPU, WEFT_UNSUPPORTED,
+          "this build has no CUDA backend; use WEFT_BACKEND_CPU (device \"cpu\")");
+  check_cpu();
+
+  const Recipe& recipe = recipe_of(config.precision);
+  check_multiple(config.hidden, recipe.hidden_multiple, "hidden", recipe);
+  check_multiple(config.intermediate, recipe.intermediate_multiple, "intermediate", recipe);
+  require_argument(config.ep_size >= 1 && config.ep_size <= kMaxRanks, "ep_size is ", config.ep_size,
+                   "; allowed: 1 to ", kMaxRanks);
+  require_argument(config.ep_rank >= 0 && config.ep_rank < config.ep_size, "ep_rank is ", config.ep_rank,
+                   "; allowed: 0 to ep_size - 1 = ", config.ep_size - 1);
+  require_argument(config.num_experts >= 1 && config.num_experts % config.ep_size == 0, "num_experts is ",
+                   config.num_experts, "; it must be a positive multiple of ep_size = ", config.ep_size);
+  const int32_t most = min_of(config.num_experts, kMaxTopK);
+  require_argument(config.top_k >= 1 && config.top_k <= most, "top_k is ", config.top_k, "; allowed: 1 to ", most,
+                   " (the smaller of num_experts and ", kMaxTopK, ")");
+  require_argument(config.max_tokens >= 0, "max_tokens is ", config.max_tokens, "; it must not be negative");
+  require_argument(std::isfinite(config.clamp_limit) && config.clamp_limit >= 0, "clamp_limit is ", config.clamp_limit,
+                   "; allowed: a positive limit, or 0 for none");
+  require_argument(config.capacity_rows >= 0, "capacity_rows is ", config.capacity_rows,
+                   "; allowed: a positive number of rows, or 0 for the default");
+  require_argument(config.num_workers >= 0, "num_workers is ", config.num_workers, "; it must not be negative");
+  require_argument(std::isfinite(config.deadline_s) && config.deadline_s >= 0, "deadline_s is ", config.deadline_s,
+                   "; allowed: a positive number of seconds, or 0 for 300");
+  const double routes = static_cast<double>(config.ep_size) * static_cast<double>(config.max_tokens) * config.top_k;
+  const double most_rows =
+      static_cast<double>(std::numeric_limits<int32_t>::max()) - double{kBlockRows} * config.num_experts;
+  require_argument(routes <= most_rows, "ep_size * max_tokens * top_k is ", routes, "; at most ", most_rows,
+                   " routes can fall on one rank: lower max_tokens");
+}
+
+LayerShape shape_of(const weft_config& config) {
+  LayerShape shape{config.hidden,  config.intermediate, config.num_experts, config.top_k,
+                   config.ep_size, config.ep_rank,      config.max_tokens,  0};
+  const int64_t routes = config.max_tokens * config.top_k;
+  const int64_t wanted = config.capacity_rows > 0
+                             ? ceil_div<int64_t>(config.capacity_rows, kBlockRows)
+                             : ceil_div<int64_t>(routes + routes / 4, kBlockRows) + shape.num_local_experts();
+  shape.capacity_blocks = static_cast<int32_t>(max_of<int64_t>(1, min_of(wanted, shape.max_blocks())));
+  return shape;
+}
+
+void validate_forward(const weft_config& config, const weft_forward_args& args, const weft_inputs& inputs,
+                      int64_t workspace_bytes) {
+  validate_inputs(config, inputs);
+  validate_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
+  if (inputs.num_tokens > 0) require_pointer(args.y, "y", "[T, H]");
+  if (config.save == WEFT_SAVE_GATE_UP) {
+    require_pointer(args.saved, "saved", "saved_bytes of weft_query_sizes (save = WEFT_SAVE_GATE_UP)");
+  } else {
+    require_argument(args.saved == nullptr, "saved is set, but the layer has save = WEFT_SAVE_INPUTS; pass NULL");
+  }
+}
+
+void validate_backward(const weft_config& config, const weft_backward_args& args, const weft_inputs& inputs,
+                       int64_t workspace_bytes) {
+  validate_inputs(config, inputs);
+  validate_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
+  if (inputs.num_tokens > 0) {
+    require_pointer(args.dy, "dy", "[T, H]");
+    if (args.want_dx != 0) require_pointer(args.dx, "dx", "[T, H] (want_dx is set)");
+    if (args.want_dtopk_weights != 0) {
+      require_pointer(args.dtopk_weights, "dtopk_weights", "[T, K] (want_dtopk_weights is set)");
+    }
+  }
+  if (config.save == WEFT_SAVE_GATE_UP) {
+    require_pointer(args.saved, "saved", "what the forward saved (save = WEFT_SAVE_GATE_UP)");
+  } else {
+    require_argument(args.saved == nullptr, "saved is set, but the layer has save = WEFT_SAVE_INPUTS; pass NULL");
+  }
+  require_argument(
+      (args.dgate == nullptr) == (args.dup == nullptr) && !(args.dgate_up != nullptr && args.dgate != nullptr),
+      "gate and up gradients must come as dgate_up [e, 2I, H], or as both dgate and dup [e, I, H]");
+
+  const Recipe& recipe = recipe_of(config.precision);
+  const int dtype = raw(args.grad_dtype);
+  require_argument(dtype == recipe.data_dtype || (dtype == WEFT_DTYPE_FP32 && recipe.data_dtype == WEFT_DTYPE_BF16),
+                   "grad_dtype is ", dtype, "; precision ", recipe.name, " allows ", recipe.data_dtype,
+                   " (its data dtype) or, in the bf16 family, ", WEFT_DTYPE_FP32, " (fp32)");
+  require_argument(
+      args.accumulate == 0 || dtype != WEFT_DTYPE_BF16,
+      "accumulate needs gradients in fp32 (fp64 in precision fp64), not in bf16: small steps would be lost");
+}
+
+}  // namespace weft
