@@ -6,13 +6,16 @@
 add_library(weft_options INTERFACE)
 target_compile_features(weft_options INTERFACE cxx_std_20)
 # -ffp-contract=off: host results must not depend on which a * b + c the compiler chose to fuse.
-target_compile_options(weft_options INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion
-                                              -ffp-contract=off)
+set(weft_warnings -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion)
+list(JOIN weft_warnings "," weft_host_warnings)  # nvcc hands them on
+target_compile_options(weft_options INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${weft_warnings};-Wpedantic;-ffp-contract=off>"
+                                              "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${weft_host_warnings}>")
 if(WEFT_WARNINGS_AS_ERRORS)
-  target_compile_options(weft_options INTERFACE -Werror)
+  target_compile_options(weft_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>
+                                                "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings>")
 endif()
 if(WEFT_CPU_ARCH AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  target_compile_options(weft_options INTERFACE -march=${WEFT_CPU_ARCH})
+  target_compile_options(weft_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-march=${WEFT_CPU_ARCH}>)
 endif()
 if(WEFT_SANITIZE)
   list(JOIN WEFT_SANITIZE "," weft_sanitizers)

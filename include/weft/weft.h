@@ -5,7 +5,8 @@
  * The router weight enters before the down projection, so combine is a plain sum (docs/design.md).
  *
  * Conventions
- *   - Every struct begins with `struct_size`; set it with WEFT_INIT so that newer libraries serve older callers.
+ *   - Every struct begins with `struct_size`; set it with WEFT_INIT. A library refuses a struct that is not of its own
+ *     size, as one of a caller that was built against another version.
  *   - Every function that can fail returns weft_status; weft_last_error() then has the words (per thread).
  *   - On a GPU backend forward and backward are ordered in `stream`, allocate nothing and never synchronise with the
  *     host. On the CPU backend a call returns when the rank's outputs are complete.
@@ -174,6 +175,8 @@ WEFT_API const char* weft_version(void);
 /* WEFT_OK if this build and machine can run `config`; otherwise the status, and the reason with its remedy in
  * weft_last_error(). Needs no group. */
 WEFT_API weft_status weft_supports(const weft_config* config);
+/* The same for forward and backward together: a backend may have the one before the other. */
+WEFT_API weft_status weft_supports_training(const weft_config* config);
 WEFT_API weft_status weft_query_sizes(const weft_config* config, weft_sizes* sizes);
 
 /* The data dtype of a precision: fp64, fp32, and bf16 for all others. */
@@ -192,6 +195,9 @@ WEFT_API void weft_group_destroy(weft_group* group);
  * that names the differing field and values. Grows the group's symmetric memory to what the configuration needs. */
 WEFT_API weft_status weft_layer_create(const weft_config* config, weft_group* group, weft_layer** layer);
 WEFT_API void weft_layer_destroy(weft_layer* layer);
+/* What a GPU has found wrong in calls that have run so far (an index out of range, a stall): the status, once. The next
+ * call would return it too. Does not wait for the stream. On the CPU backend always WEFT_OK. */
+WEFT_API weft_status weft_layer_check(weft_layer* layer);
 
 WEFT_API weft_status weft_forward(weft_layer* layer, weft_forward_args* args);
 WEFT_API weft_status weft_backward(weft_layer* layer, weft_backward_args* args);
@@ -202,7 +208,8 @@ WEFT_API weft_status weft_backward(weft_layer* layer, weft_backward_args* args);
 WEFT_API weft_status weft_refuse(weft_group* group, const char* reason);
 
 /* Several ranks of one process together, each on its own thread (CPU) or stream (GPU); for virtual ranks.
- * Arrays of length n. Returns the first failing rank's status. */
+ * Arrays of length n. Returns the status and words of the first rank that failed by itself, else of the first that
+ * failed because of a peer. */
 WEFT_API weft_status weft_layer_create_all(const weft_config* const* configs, weft_group* const* groups, int32_t n,
                                            weft_layer** layers);
 WEFT_API weft_status weft_forward_all(weft_layer* const* layers, weft_forward_args* const* args, int32_t n);

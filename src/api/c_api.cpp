@@ -2,17 +2,17 @@
 // leaves it.
 #include <cstring>
 #include <exception>
-#include <functional>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "api/backends.hpp"
 #include "api/group.hpp"
 #include "api/validate.hpp"
 #include "core/status.hpp"
-#include "reference/layer.hpp"
 #include "symmetric/memory.hpp"
 #include "weft/weft.h"
 
@@ -24,14 +24,11 @@ struct weft_layer {
   weft_config config;
   weft_group* group;
   uint32_t fingerprint;
-  std::unique_ptr<weft::ReferenceLayer> reference;
+  std::unique_ptr<weft::BackendLayer> backend;
 };
 
 namespace weft {
 namespace {
-
-constexpr double kDefaultDeadline = 300;
-constexpr int32_t kDefaultMatrixWorkers = 2;
 
 thread_local std::string last_error;
 
@@ -54,59 +51,23 @@ weft_status guarded(Body body) {
   }
 }
 
-double deadline_or_default(double deadline_s) { return deadline_s > 0 ? deadline_s : kDefaultDeadline; }
-
-std::unique_ptr<ReferenceLayer> reference_layer_of(const weft_config& config) {
-  ReferenceOptions options{};
-  options.recipe = &recipe_of(config.precision);
-  options.shape = shape_of(config);
-  options.clamp_limit = config.clamp_limit;
-  options.overlapped = config.schedule == WEFT_SCHEDULE_OVERLAPPED;
-  options.num_matrix_workers = config.num_workers > 0 ? config.num_workers : kDefaultMatrixWorkers;
-  options.deadline_s = deadline_or_default(config.deadline_s);
-  return make_reference_layer(options);
-}
-
-// FNV-1a over the fields that ranks agree on: tells layers apart at the entry of a call.
-uint32_t fingerprint_of(const weft_config& config) {
-  const double fields[] = {double(config.precision),   double(config.hidden), double(config.intermediate),
-                           double(config.num_experts), double(config.top_k),  double(config.max_tokens),
-                           config.clamp_limit,         double(config.save),   double(config.capacity_rows)};
-  unsigned char bytes[sizeof(fields)];
-  std::memcpy(bytes, fields, sizeof(fields));
-  uint32_t hash = 2166136261U;
-  for (const unsigned char byte : bytes) hash = (hash ^ byte) * 16777619U;
-  return hash ^ (hash >> 16);
-}
-
-// Checks that concern this rank alone. A rank that fails them tells its peers, which are about to meet it.
-template <class Checks>
-void check_or_refuse(weft_group& group, Checks checks) {
-  try {
-    checks();
-  } catch (const Error& error) {
-    group.refuse(error.what());
-    throw;
-  }
-}
-
 void create_layer(const weft_config* caller_config, weft_group* group, weft_layer** layer) {
   require(group != nullptr && layer != nullptr, WEFT_INVALID_ARGUMENT, "group or layer is NULL");
   *layer = nullptr;
   auto created = std::make_unique<weft_layer>();
-  check_or_refuse(*group, [&] {
+  group->or_refuse([&] {
     created->config = read_struct(caller_config, "config");
     validate_config(created->config);
     require(created->config.ep_size == group->num_ranks() && created->config.ep_rank == group->rank(),
             WEFT_INVALID_ARGUMENT, "config says rank ", created->config.ep_rank, " of ", created->config.ep_size,
             ", the group says rank ", group->rank(), " of ", group->num_ranks());
-    created->reference = reference_layer_of(created->config);
+    created->backend = make_backend_layer(created->config);
   });
+  created->backend->prepare();
   created->group = group;
-  created->fingerprint = fingerprint_of(created->config);
   const double deadline_s = deadline_or_default(created->config.deadline_s);
-  group->agree_on(created->config, deadline_s);
-  group->reserve(created->reference->symmetric_flag_bytes(), created->reference->symmetric_data_bytes(), deadline_s);
+  created->fingerprint = group->agree_on(created->config, deadline_s);
+  group->reserve(created->backend->symmetric_flag_bytes(), created->backend->symmetric_data_bytes(), deadline_s);
   *layer = created.release();
 }
 
@@ -115,15 +76,15 @@ void forward(weft_layer* layer, weft_forward_args* caller_args) {
   weft_group& group = *layer->group;
   weft_forward_args args;
   weft_inputs inputs;
-  check_or_refuse(group, [&] {
+  group.or_refuse([&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
-    validate_forward(layer->config, args, inputs, layer->reference->workspace_bytes());
+    validate_forward(layer->config, args, inputs, layer->backend->workspace_bytes());
   });
-  layer->reference->stage(group.rank_memory(), inputs, nullptr);
+  layer->backend->stage(group.rank_memory(), inputs, nullptr);
   const uint32_t epoch =
       group.meet({CallKind::kForward, layer->fingerprint}, deadline_or_default(layer->config.deadline_s));
-  group.advance(layer->reference->forward(group.rank_memory(), epoch, args) - 1);
+  group.advance(layer->backend->forward(group.rank_memory(), epoch, args) - 1);
   caller_args->generation = args.generation;
 }
 
@@ -132,50 +93,51 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
   weft_group& group = *layer->group;
   weft_backward_args args;
   weft_inputs inputs;
-  check_or_refuse(group, [&] {
+  group.or_refuse([&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
-    validate_backward(layer->config, args, inputs, layer->reference->workspace_bytes());
+    check_backend_backward(layer->config);
+    validate_backward(layer->config, args, inputs, layer->backend->workspace_bytes());
   });
-  layer->reference->stage(group.rank_memory(), inputs, args.dy);
+  layer->backend->stage(group.rank_memory(), inputs, args.dy);
   // Whether dx and the router gradients travel is everybody's affair: two bits of the fingerprint.
   const uint32_t wants = (args.want_dx != 0 ? 1U : 0U) | (args.want_dtopk_weights != 0 ? 2U : 0U);
   const uint32_t epoch = group.meet({CallKind::kBackward, (layer->fingerprint << 2) | wants},
                                     deadline_or_default(layer->config.deadline_s));
-  group.advance(layer->reference->backward(group.rank_memory(), epoch, args) - 1);
+  group.advance(layer->backend->backward(group.rank_memory(), epoch, args) - 1);
   caller_args->source = args.source;
 }
 
-// Runs `call(rank_idx)` for n ranks of this process at once; the first failing rank's status and words are the result.
+// How much a status says of what went wrong: a rank's own fault more than what its peers saw of it.
+int32_t weight_of(weft_status status) {
+  if (status == WEFT_OK) return 0;
+  return status == WEFT_PEER_REFUSED || status == WEFT_STALLED ? 1 : 2;
+}
+
+// Runs `call(rank_idx)` for n ranks of this process at once; the status and words that say most are the result.
 template <class Call>
-weft_status on_all_ranks(int32_t n, Call call) {
-  std::vector<weft_status> statuses(static_cast<size_t>(n), WEFT_OK);
-  std::vector<std::string> errors(static_cast<size_t>(n));
-  const auto run = [&](int32_t rank_idx) {
-    const auto slot = static_cast<size_t>(rank_idx);
-    statuses[slot] = call(rank_idx);
-    errors[slot] = last_error;
-  };
-  std::vector<std::thread> threads;
-  for (int32_t rank_idx = 1; rank_idx < n; ++rank_idx) threads.emplace_back(run, rank_idx);
-  if (n > 0) run(0);
-  for (std::thread& thread : threads) thread.join();
-  // A rank's own fault says more than what its peers saw of it.
-  const weft_status ranks_of_blame[] = {WEFT_PEER_REFUSED, WEFT_STALLED};
-  size_t worst = 0;
-  const auto blame = [&](size_t slot) {
-    if (statuses[slot] == WEFT_OK) return 0;
-    for (const weft_status secondary : ranks_of_blame) {
-      if (statuses[slot] == secondary) return 1;
-    }
-    return 2;
-  };
-  for (size_t slot = 1; slot < statuses.size(); ++slot) {
-    if (blame(slot) > blame(worst)) worst = slot;
-  }
-  if (n == 0) return WEFT_OK;
-  last_error = errors[worst];
-  return statuses[worst];
+weft_status on_all_ranks(int32_t n, bool has_arrays, Call call) {
+  weft_status worst = WEFT_OK;
+  std::string worst_words;
+  const weft_status launched = guarded([&] {
+    require(n >= 0 && (n == 0 || has_arrays), WEFT_INVALID_ARGUMENT, "n is ", n,
+            " or an array is NULL; every array must have n entries");
+    std::mutex mutex;
+    const auto run = [&](int32_t rank_idx) {
+      const weft_status status = call(rank_idx);
+      const std::lock_guard lock(mutex);
+      if (weight_of(status) <= weight_of(worst)) return;
+      worst = status;
+      worst_words = last_error;
+    };
+    std::vector<std::thread> threads;
+    for (int32_t rank_idx = 1; rank_idx < n; ++rank_idx) threads.emplace_back(run, rank_idx);
+    if (n > 0) run(0);
+    for (std::thread& thread : threads) thread.join();
+  });
+  if (launched != WEFT_OK) return launched;
+  last_error = worst_words;
+  return worst;
 }
 
 }  // namespace
@@ -195,7 +157,20 @@ const char* weft_version(void) {
 }
 
 weft_status weft_supports(const weft_config* config) {
-  return guarded([&] { validate_config(read_struct(config, "config")); });
+  return guarded([&] {
+    const weft_config copy = read_struct(config, "config");
+    validate_config(copy);
+    check_backend(copy);
+  });
+}
+
+weft_status weft_supports_training(const weft_config* config) {
+  return guarded([&] {
+    const weft_config copy = read_struct(config, "config");
+    validate_config(copy);
+    check_backend(copy);
+    check_backend_backward(copy);
+  });
 }
 
 weft_status weft_query_sizes(const weft_config* caller_config, weft_sizes* sizes) {
@@ -203,7 +178,7 @@ weft_status weft_query_sizes(const weft_config* caller_config, weft_sizes* sizes
     const weft_config config = read_struct(caller_config, "config");
     read_struct(sizes, "sizes");
     validate_config(config);
-    const auto layer = reference_layer_of(config);
+    const auto layer = make_backend_layer(config);
     sizes->workspace_bytes = layer->workspace_bytes();
     sizes->saved_bytes = config.save == WEFT_SAVE_GATE_UP ? layer->saved_bytes() : 0;
     sizes->symmetric_bytes = layer->symmetric_data_bytes();
@@ -212,7 +187,11 @@ weft_status weft_query_sizes(const weft_config* caller_config, weft_sizes* sizes
   });
 }
 
-weft_dtype weft_data_dtype(weft_precision precision) { return recipe_of(precision).data_dtype; }
+weft_dtype weft_data_dtype(weft_precision precision) {
+  weft_dtype dtype = WEFT_DTYPE_BF16;
+  guarded([&] { dtype = recipe_of(precision).data_dtype; });
+  return dtype;
+}
 
 weft_status weft_group_create_local(int32_t ep_size, weft_group** groups) {
   return guarded([&] {
@@ -235,7 +214,9 @@ weft_status weft_group_create_shared(const char* name, int32_t ep_rank, int32_t 
     require(ep_rank >= 0 && ep_rank < ep_size, WEFT_INVALID_ARGUMENT, "ep_rank is ", ep_rank,
             "; allowed: 0 to ep_size - 1 = ", ep_size - 1);
     const double deadline = deadline_or_default(deadline_s);
-    *group = new weft_group(make_shared_memory(name, ep_rank, ep_size, deadline), deadline);
+    auto joined = std::make_unique<weft_group>(make_shared_memory(name, ep_rank, ep_size, deadline), deadline);
+    joined->join();
+    *group = joined.release();
   });
 }
 
@@ -246,6 +227,13 @@ weft_status weft_layer_create(const weft_config* config, weft_group* group, weft
 }
 
 void weft_layer_destroy(weft_layer* layer) { delete layer; }
+
+weft_status weft_layer_check(weft_layer* layer) {
+  return guarded([&] {
+    require(layer != nullptr, WEFT_INVALID_ARGUMENT, "layer is NULL");
+    layer->backend->check_reported();
+  });
+}
 
 weft_status weft_forward(weft_layer* layer, weft_forward_args* args) {
   return guarded([&] { forward(layer, args); });
@@ -264,15 +252,16 @@ weft_status weft_refuse(weft_group* group, const char* reason) {
 
 weft_status weft_layer_create_all(const weft_config* const* configs, weft_group* const* groups, int32_t n,
                                   weft_layer** layers) {
-  return on_all_ranks(n, [&](int32_t rank) { return weft_layer_create(configs[rank], groups[rank], &layers[rank]); });
+  return on_all_ranks(n, configs && groups && layers,
+                      [&](int32_t rank) { return weft_layer_create(configs[rank], groups[rank], &layers[rank]); });
 }
 
 weft_status weft_forward_all(weft_layer* const* layers, weft_forward_args* const* args, int32_t n) {
-  return on_all_ranks(n, [&](int32_t rank) { return weft_forward(layers[rank], args[rank]); });
+  return on_all_ranks(n, layers && args, [&](int32_t rank) { return weft_forward(layers[rank], args[rank]); });
 }
 
 weft_status weft_backward_all(weft_layer* const* layers, weft_backward_args* const* args, int32_t n) {
-  return on_all_ranks(n, [&](int32_t rank) { return weft_backward(layers[rank], args[rank]); });
+  return on_all_ranks(n, layers && args, [&](int32_t rank) { return weft_backward(layers[rank], args[rank]); });
 }
 
 }  // extern "C"

@@ -8,24 +8,28 @@
 namespace weft {
 namespace {
 
-const char* call_name(CallKind kind) {
+WaitTask wait_task(CallKind kind) {
   switch (kind) {
+    case CallKind::kJoin:
+      return WaitTask::kGroupCreate;
     case CallKind::kCreate:
-      return "layer_create";
+      return WaitTask::kLayerCreate;
     case CallKind::kGrow:
     case CallKind::kMapped:
-      return "layer_create (growing symmetric memory)";
+      return WaitTask::kGrowMemory;
     case CallKind::kForward:
-      return "forward";
+      return WaitTask::kForward;
     case CallKind::kBackward:
-      return "backward";
+      return WaitTask::kBackward;
     case CallKind::kNextPass:
-      return "the next pass of a call";
+      return WaitTask::kEnterPass;
     case CallKind::kRefuse:
-      return "refuse";
+      break;
   }
-  return "an unknown call";
+  return WaitTask::kRefuse;
 }
+
+const char* call_name(CallKind kind) { return task_name(wait_task(kind)); }
 
 // The fields that all ranks must bring alike, by name, so that a disagreement can be told in words.
 struct Field {
@@ -45,9 +49,21 @@ constexpr Field kAgreedFields[] = {
     {"capacity_rows", [](const weft_config& c) { return static_cast<double>(c.capacity_rows); }},
 };
 
+// FNV-1a over the same fields: tells layers apart at the entry of a call.
+uint32_t fingerprint_of(const weft_config& config) {
+  uint32_t hash = 2166136261U;
+  for (const Field& field : kAgreedFields) {
+    const double value = field.value(config);
+    unsigned char bytes[sizeof(value)];
+    std::memcpy(bytes, &value, sizeof(value));
+    for (const unsigned char byte : bytes) hash = (hash ^ byte) * 16777619U;
+  }
+  return hash ^ (hash >> 16);
+}
+
 }  // namespace
 
-void RankGroup::await(uint32_t epoch, double deadline_s, const char* task, Call* calls) {
+void RankGroup::await(uint32_t epoch, double deadline_s, WaitTask task, Call* calls) {
   HostMemory memory(deadline_s);
   Gate<HostMemory> gate(memory, memory_->controls(), rank(), num_ranks());
   if (!await_all(memory, gate, memory_->controls(), rank(), num_ranks(), epoch, task, calls)) {
@@ -55,13 +71,23 @@ void RankGroup::await(uint32_t epoch, double deadline_s, const char* task, Call*
   }
 }
 
+// Two banks hold the arrivals, words and configurations of two meetings, so a rank must not begin the one after next:
+// a refusal, which does not wait for the others, is waited for here. Left out, the next call would overwrite what a
+// slow peer has yet to read of the call before the refusal.
+void RankGroup::finish_refusal(double deadline_s) {
+  if (!refusal_unread_) return;
+  Call calls[kMaxRanks];
+  await(epoch_, deadline_s, WaitTask::kRefuse, calls);
+  refusal_unread_ = false;
+}
+
 uint32_t RankGroup::meet(const Call& call, double deadline_s) {
+  finish_refusal(deadline_s);
   HostMemory memory(deadline_s);
   const uint32_t epoch = ++epoch_;
   arrive(memory, memory_->controls(), rank(), num_ranks(), epoch, call);
   Call calls[kMaxRanks];
-  await(epoch, deadline_s, call_name(call.kind), calls);
-  refusal_unread_ = false;
+  await(epoch, deadline_s, wait_task(call.kind), calls);
 
   for (int32_t peer = 0; peer < num_ranks(); ++peer) {
     if (calls[peer].kind != CallKind::kRefuse) continue;
@@ -82,12 +108,14 @@ uint32_t RankGroup::meet(const Call& call, double deadline_s) {
   return epoch;
 }
 
+void RankGroup::join() {
+  meet({CallKind::kJoin, 0}, deadline_s_);
+  memory_->finish_mapping();
+}
+
 void RankGroup::refuse(const std::string& reason) {
+  finish_refusal(deadline_s_);
   HostMemory memory(deadline_s_);
-  Call calls[kMaxRanks];
-  // Two banks: the words of the refusal before last are overwritten now, so everyone must have read them, and has once
-  // all have arrived at the last one.
-  if (refusal_unread_) await(epoch_, deadline_s_, call_name(CallKind::kRefuse), calls);
   const uint32_t epoch = ++epoch_;
   char* text = memory_->controls()[rank()]->refusal[epoch % kNumBanks];
   std::strncpy(text, reason.c_str(), kMaxRefusalBytes - 1);
@@ -96,7 +124,8 @@ void RankGroup::refuse(const std::string& reason) {
   refusal_unread_ = num_ranks() > 1;
 }
 
-void RankGroup::agree_on(const weft_config& config, double deadline_s) {
+uint32_t RankGroup::agree_on(const weft_config& config, double deadline_s) {
+  finish_refusal(deadline_s);
   ControlBlock* const* controls = memory_->controls();
   controls[rank()]->proposal[(epoch_ + 1) % kNumBanks] = config;
   const uint32_t epoch = meet({CallKind::kCreate, 0}, deadline_s);
@@ -109,20 +138,17 @@ void RankGroup::agree_on(const weft_config& config, double deadline_s) {
               "; all ranks must bring the same configuration");
     }
   }
+  return fingerprint_of(config);
 }
 
 void RankGroup::reserve(int64_t flag_bytes, int64_t data_bytes, double deadline_s) {
   if (flag_bytes <= memory_->flag_bytes() && data_bytes <= memory_->data_bytes()) return;
-  try {
-    memory_->grow_own(max_of(flag_bytes, memory_->flag_bytes()), max_of(data_bytes, memory_->data_bytes()));
-  } catch (const Error& error) {
-    refuse(error.what());
-    throw;
-  }
+  or_refuse(
+      [&] { memory_->grow_own(max_of(flag_bytes, memory_->flag_bytes()), max_of(data_bytes, memory_->data_bytes())); });
   meet({CallKind::kGrow, 0}, deadline_s);
-  memory_->map_peers();
+  or_refuse([&] { memory_->map_peers(); });
   meet({CallKind::kMapped, 0}, deadline_s);
-  memory_->finish_growth();
+  memory_->finish_mapping();
 }
 
 }  // namespace weft

@@ -3,11 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 
+#include "layout/backend.hpp"
 #include "protocol/rank_barrier.hpp"
-#include "reference/layer.hpp"
 #include "symmetric/memory.hpp"
 
 namespace weft {
@@ -21,25 +22,41 @@ class RankGroup {
   int32_t num_ranks() const { return memory_->num_ranks(); }
   RankMemory rank_memory() const { return {memory_->controls(), memory_->flags(), memory_->data()}; }
 
+  // The first meeting of ranks in different processes: after it nothing of the group has a name any more.
+  void join();
+
   // Meets all ranks in the next epoch, which it returns. Throws Error: WEFT_STALLED if one stays away or the group is
   // finished, WEFT_PEER_REFUSED if one refuses, WEFT_INVALID_ARGUMENT if they have come to do different things.
   uint32_t meet(const Call& call, double deadline_s);
 
-  // Answers the next meeting with a refusal and does not wait for it, unless the refusal before is still unread.
+  // Answers the next meeting with a refusal and does not wait for it: this rank's next call does that first.
   void refuse(const std::string& reason);
+
+  // Runs what concerns this rank alone. If it throws, the peers, which are about to meet this rank, hear why.
+  template <class Work>
+  void or_refuse(const Work& work) {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      refuse(error.what());
+      throw;
+    }
+  }
 
   // The passes after the first have had epochs of their own.
   void advance(int32_t num_epochs) { epoch_ += static_cast<uint32_t>(num_epochs); }
 
   // Meets to create a layer: throws Error on every rank, with the field and values, unless all bring the same
   // configuration but for ep_rank and what is a rank's own affair (schedule, workers, deadline).
-  void agree_on(const weft_config& config, double deadline_s);
+  // Returns a fingerprint of what they agreed on.
+  uint32_t agree_on(const weft_config& config, double deadline_s);
 
   // Makes the symmetric areas at least this large. Collective; every rank asks for the same.
   void reserve(int64_t flag_bytes, int64_t data_bytes, double deadline_s);
 
  private:
-  void await(uint32_t epoch, double deadline_s, const char* task, Call* calls);
+  void finish_refusal(double deadline_s);
+  void await(uint32_t epoch, double deadline_s, WaitTask task, Call* calls);
 
   std::unique_ptr<SymmetricMemory> memory_;
   double deadline_s_;

@@ -33,13 +33,6 @@ void require_pointer(const void* pointer, const char* name, const char* shape) {
   require_argument(pointer != nullptr, name, " is NULL; it must point to ", shape);
 }
 
-void check_cpu() {
-#if defined(__AVX2__)
-  require(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), WEFT_UNSUPPORTED,
-          "this build needs a processor with AVX2 and FMA; rebuild with -DWEFT_CPU_ARCH= for this one");
-#endif
-}
-
 void check_multiple(int64_t value, int64_t multiple, const char* name, const Recipe& recipe) {
   require_argument(value > 0 && value % multiple == 0, name, " is ", value, "; precision ", recipe.name,
                    " allows positive multiples of ", multiple);
@@ -73,15 +66,21 @@ void validate_workspace(const void* workspace, int64_t bytes, int64_t needed) {
 
 }  // namespace
 
+// Bytes of a struct in its first release: the least that a caller may bring. Fields added later are zero for a caller
+// that does not know them; a release that adds one specialises this.
+template <class Struct>
+constexpr size_t kFirstSize = sizeof(Struct);
+
 template <class Struct>
 Struct read_struct(const Struct* caller, const char* name) {
   require_argument(caller != nullptr, name, " is NULL");
   size_t size = 0;
   std::memcpy(&size, caller, sizeof(size));
-  require_argument(size == sizeof(Struct), name, ".struct_size is ", size, "; this library has ", sizeof(Struct),
-                   ": set it with WEFT_INIT and build against the header of this library");
-  Struct copy;
-  std::memcpy(&copy, caller, sizeof(Struct));
+  require_argument(size >= kFirstSize<Struct> && size <= sizeof(Struct), name, ".struct_size is ", size,
+                   "; this library takes ", kFirstSize<Struct>, " to ", sizeof(Struct),
+                   ": set it with WEFT_INIT and build against the header of this library or an older one");
+  Struct copy{};
+  std::memcpy(&copy, caller, size);
   return copy;
 }
 template weft_config read_struct(const weft_config*, const char*);
@@ -97,10 +96,6 @@ void validate_config(const weft_config& config) {
   require_argument(raw(config.precision) >= 0 && raw(config.precision) < static_cast<int>(std::size(kRecipes)),
                    "precision is ", raw(config.precision), "; allowed: 0 to ", std::size(kRecipes) - 1, " for ",
                    precision_names());
-  require(config.backend == WEFT_BACKEND_CPU, WEFT_UNSUPPORTED,
-          "this build has no CUDA backend; use WEFT_BACKEND_CPU (device \"cpu\")");
-  check_cpu();
-
   const Recipe& recipe = recipe_of(config.precision);
   check_multiple(config.hidden, recipe.hidden_multiple, "hidden", recipe);
   check_multiple(config.intermediate, recipe.intermediate_multiple, "intermediate", recipe);

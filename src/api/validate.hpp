@@ -12,7 +12,7 @@ namespace weft {
 template <class Struct>
 Struct read_struct(const Struct* caller, const char* name);
 
-// The configuration can run in this build on this machine.
+// The configuration makes sense; whether a backend can run it is check_backend's to say.
 void validate_config(const weft_config& config);
 
 // The sizes that follow from a valid configuration.

@@ -24,8 +24,7 @@ struct Span2d {
   WEFT_HD Span2d transposed() const { return {data, cols, rows, col_stride, row_stride}; }
   // A template, so that Span2d<const T> declares no conversion to itself.
   template <class U>
-    requires std::is_same_v<U, const T>
-  WEFT_HD operator Span2d<U>() const {
+  requires std::is_same_v<U, const T> WEFT_HD operator Span2d<U>() const {
     return {data, rows, cols, row_stride, col_stride};
   }
 };

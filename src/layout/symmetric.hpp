@@ -16,6 +16,7 @@ namespace weft {
 
 inline constexpr int32_t kNumBanks = 2;  // epoch n uses bank n % 2: a rank can be at most one collective call ahead
 inline constexpr int32_t kMaxRefusalBytes = 512;
+inline constexpr int32_t kNumGridBarriers = 3;
 
 struct ControlBlock {
   uint64_t entry[kNumBanks][kMaxRanks];       // a peer's arrival: epoch in the high half, its call in the low half
@@ -23,6 +24,11 @@ struct ControlBlock {
   uint32_t abort;                             // 0, or 1 + the rank that gave up waiting: the group is finished
   char refusal[kNumBanks][kMaxRefusalBytes];  // this rank's words when its call is a refusal
   weft_config proposal[kNumBanks];            // this rank's configuration when its call creates a layer
+
+  // What kernels carry from launch to launch, so that a captured graph replays; only this rank's kernels touch it.
+  uint32_t epoch;                           // the last epoch this rank has used
+  uint32_t grid_base;                       // value of every word of grid_arrived between two launches
+  uint32_t grid_arrived[kNumGridBarriers];  // blocks of a launch that have reached each of its grid barriers
 };
 
 struct SymmetricFlags {

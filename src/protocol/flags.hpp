@@ -20,6 +20,7 @@ enum class FlagKind : int32_t {
   kPulled,       // pull tasks finished
   kPassOpen,     // the pass that the leader has opened
   kWorkersDone,  // workers that have left the pass
+  kGridBarrier,  // ControlBlock::grid_arrived: blocks of a kernel that have reached a point
 };
 
 struct PassFlags {

@@ -10,9 +10,32 @@
 
 namespace weft {
 
-// What a worker was doing when it waited.
+// What a worker does when it waits. An enum, because a kernel reports it to the host; the words lie in stall.cpp.
+enum class WaitTask : int32_t {
+  kGroupCreate,
+  kLayerCreate,
+  kGrowMemory,
+  kForward,
+  kBackward,
+  kRefuse,
+  kPlan,
+  kEnterPass,
+  kLeavePass,
+  kGateUp,
+  kDown,
+  kDownDgrad,
+  kGateUpDgrad,
+  kDownWgrad,
+  kGateUpWgrad,
+  kDispatch,
+  kPullsDone,
+  kCombine,
+  kSumTokens,
+  kDrain,
+};
+
 struct WaitSite {
-  const char* task;  // name of the task, e.g. "gate_up"
+  WaitTask task;
   int32_t task_idx;  // its ticket; -1 outside the task stream
   FlagKind flag;
   int64_t flag_idx;  // block, token slot, ...; -1 where there is one such flag only
@@ -31,13 +54,13 @@ template <class Memory>
 class Gate {
  public:
   // `controls` are all ranks' control blocks; a stall is announced in each.
-  Gate(Memory& memory, ControlBlock* const* controls, int32_t rank, int32_t num_ranks)
+  WEFT_HD Gate(Memory& memory, ControlBlock* const* controls, int32_t rank, int32_t num_ranks)
       : memory_(memory), controls_(controls), rank_(rank), num_ranks_(num_ranks) {}
 
   // Waits until (*flag >> shift) == expected, then orders all later accesses behind the writer's release. False after a
   // stall, which report() describes.
   template <class Word>
-  bool wait(const Word* flag, Word expected, Scope scope, const WaitSite& site, int32_t shift = 0) {
+  WEFT_HD bool wait(const Word* flag, Word expected, Scope scope, const WaitSite& site, int32_t shift = 0) {
     Word seen = memory_.poll(flag) >> shift;
     for (int64_t spins = 0; seen != expected; ++spins) {
       const uint32_t abort = memory_.poll(&controls_[rank_]->abort);
@@ -49,10 +72,10 @@ class Gate {
     return true;
   }
 
-  const StallReport& report() const { return report_; }
+  WEFT_HD const StallReport& report() const { return report_; }
 
  private:
-  bool stall(const WaitSite& site, uint64_t expected, uint64_t seen, int32_t aborted_by) {
+  WEFT_HD bool stall(const WaitSite& site, uint64_t expected, uint64_t seen, int32_t aborted_by) {
     report_ = {site, expected, seen, aborted_by, true};
     if (aborted_by < 0) {
       for (int32_t peer = 0; peer < num_ranks_; ++peer) {

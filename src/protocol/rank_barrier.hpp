@@ -8,7 +8,7 @@
 
 namespace weft {
 
-enum class CallKind : uint32_t { kCreate = 1, kGrow, kMapped, kForward, kBackward, kNextPass, kRefuse };
+enum class CallKind : uint32_t { kJoin = 1, kCreate, kGrow, kMapped, kForward, kBackward, kNextPass, kRefuse };
 
 // What a rank has come to do: the kind, and a fingerprint of everything the ranks must agree on.
 struct Call {
@@ -16,25 +16,30 @@ struct Call {
   uint32_t fingerprint;  // 24 bits
 };
 
-constexpr uint32_t encode_call(const Call& call) {
+WEFT_HD constexpr uint32_t encode_call(const Call& call) {
   return (static_cast<uint32_t>(call.kind) << 24) | (call.fingerprint & 0xFFFFFFU);
 }
-constexpr Call decode_call(uint32_t word) { return {static_cast<CallKind>(word >> 24), word & 0xFFFFFFU}; }
+WEFT_HD constexpr Call decode_call(uint32_t word) { return {static_cast<CallKind>(word >> 24), word & 0xFFFFFFU}; }
 
 template <class Memory>
-void arrive(Memory& memory, ControlBlock* const* controls, int32_t rank, int32_t num_ranks, uint32_t epoch,
-            const Call& call) {
+WEFT_HD void arrive_at(Memory& memory, ControlBlock* const* controls, int32_t rank, int32_t peer, uint32_t epoch,
+                       const Call& call) {
   const uint64_t word = (uint64_t{epoch} << 32) | encode_call(call);
+  memory.release(&controls[peer]->entry[epoch % kNumBanks][rank], word, Scope::kSystem);
+}
+
+template <class Memory>
+WEFT_HD void arrive(Memory& memory, ControlBlock* const* controls, int32_t rank, int32_t num_ranks, uint32_t epoch,
+                    const Call& call) {
   for (int32_t n = 1; n <= num_ranks; ++n) {  // peers first, each rank beginning with another one
-    const int32_t peer = (rank + n) % num_ranks;
-    memory.release(&controls[peer]->entry[epoch % kNumBanks][rank], word, Scope::kSystem);
+    arrive_at(memory, controls, rank, (rank + n) % num_ranks, epoch, call);
   }
 }
 
 // Waits until every rank has arrived in `epoch`; calls[rank] is then what each has come to do.
 template <class Memory>
-bool await_all(Memory& memory, Gate<Memory>& gate, ControlBlock* const* controls, int32_t rank, int32_t num_ranks,
-               uint32_t epoch, const char* task, Call* calls) {
+WEFT_HD bool await_all(Memory& memory, Gate<Memory>& gate, ControlBlock* const* controls, int32_t rank,
+                       int32_t num_ranks, uint32_t epoch, WaitTask task, Call* calls) {
   for (int32_t peer = 0; peer < num_ranks; ++peer) {
     const uint64_t* entry = &controls[rank]->entry[epoch % kNumBanks][peer];
     const WaitSite site{task, -1, FlagKind::kEntry, -1, peer};

@@ -7,6 +7,7 @@
 
 namespace weft {
 
+const char* task_name(WaitTask task);
 const char* flag_name(FlagKind kind);
 
 // Names this rank, the task, the flag, what was expected and seen, and the rank it waited for.

@@ -1,7 +1,5 @@
 // Combine: a token's rows are summed where its experts live, in k order, and one row a (token, rank) goes home in the
 // data dtype; the owner adds those in rank order and rounds once. Both orders are fixed, so the sum has one value.
-#include <vector>
-
 #include "reference/stages.hpp"
 
 namespace weft {

@@ -21,11 +21,7 @@ void down_tile(const State<Element, Real>& state, const TaskOrder& order, const 
   product<Real, Real, Element>(
       act, formats.activation,
       state.down_weight(task.local_expert).block(cols.begin, 0, cols.count, shape.intermediate), formats.other, tile);
-  for (int64_t m = 0; m < rows.count; ++m) {
-    for (int64_t n = 0; n < cols.count; ++n) {
-      state.workspace.out[(rows.begin + m) * shape.hidden + cols.begin + n] = convert<Element>(tile.at(m, n));
-    }
-  }
+  round_into(tile, state.out().block(rows.begin, cols.begin, rows.count, cols.count));
 }
 
 // u' = dy W_down; dw += <u', a>; da = w u'; dz = SwiGLU'(z) da; and a' once more, for the weight gradient.

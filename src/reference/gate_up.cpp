@@ -24,9 +24,7 @@ void compute_z(const State<Element, Real>& state, const TaskOrder& order, int32_
     product<Real, Real, Element>(x, formats.activation, weight.block(cols.begin, 0, cols.count, shape.hidden),
                                  formats.other, tile);
     const int64_t first_col = cols.begin + (is_up ? shape.intermediate : 0);
-    for (int64_t m = 0; m < rows.count; ++m) {
-      for (int64_t n = 0; n < cols.count; ++n) z.at(m, first_col + n) = convert<Element>(tile.at(m, n));
-    }
+    round_into(tile, z.block(0, first_col, rows.count, cols.count));
   }
 }
 
@@ -66,11 +64,7 @@ void gate_up_dgrad_tile(const State<Element, Real>& state, const TaskOrder& orde
                                  formats.activation, weight.block(cols.begin, 0, cols.count, shape.intermediate),
                                  formats.other, tile, is_up ? Accumulate::kAdd : Accumulate::kOverwrite);
   }
-  for (int64_t m = 0; m < rows.count; ++m) {
-    for (int64_t n = 0; n < cols.count; ++n) {
-      state.workspace.out[(rows.begin + m) * shape.hidden + cols.begin + n] = convert<Element>(tile.at(m, n));
-    }
-  }
+  round_into(tile, state.out().block(rows.begin, cols.begin, rows.count, cols.count));
 }
 
 template <class Element, class Real>

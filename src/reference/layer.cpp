@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "core/status.hpp"
 #include "protocol/stall.hpp"
@@ -20,7 +19,7 @@ uint64_t next_generation() {
 }
 
 template <class Element, class Real>
-class LayerOf final : public ReferenceLayer {
+class LayerOf final : public BackendLayer {
  public:
   explicit LayerOf(const ReferenceOptions& options) : options_(options) {}
 
@@ -172,25 +171,22 @@ class LayerOf final : public ReferenceLayer {
       build_plan(state.launch.plan, inputs);
     } catch (const Error&) {
       HostMemory memory(options_.deadline_s);
-      if (!announce_and_drain(memory, state.launch)) {
-        throw Error(WEFT_STALLED, words("rank ", shape.ep_rank, " stalled while leaving a call with a bad index"));
-      }
+      announce_and_drain(memory, state.launch);
       throw;
     }
   }
 
-  static bool announce_and_drain(HostMemory& memory, const Launch& launch) {
+  void announce_and_drain(HostMemory& memory, const Launch& launch) const {
     Gate<HostMemory> gate(memory, launch.controls, launch.rank(), launch.num_ranks());
     for (int32_t peer = 0; peer < launch.num_ranks(); ++peer) {
       memory.release(&launch.controls[peer]->pulls_done[launch.rank()], launch.epoch, Scope::kSystem);
     }
     for (int32_t peer = 0; peer < launch.num_ranks(); ++peer) {
-      const WaitSite site{"plan", -1, FlagKind::kPullsDone, -1, peer};
+      const WaitSite site{WaitTask::kPlan, -1, FlagKind::kPullsDone, -1, peer};
       if (!gate.wait(&launch.controls[launch.rank()]->pulls_done[peer], launch.epoch, Scope::kSystem, site)) {
-        return false;
+        throw Error(WEFT_STALLED, describe(gate.report(), launch.rank(), options_.deadline_s));
       }
     }
-    return true;
   }
 
   void run(State<Element, Real>& state) {
@@ -209,7 +205,7 @@ class LayerOf final : public ReferenceLayer {
 
 }  // namespace
 
-std::unique_ptr<ReferenceLayer> make_reference_layer(const ReferenceOptions& options) {
+std::unique_ptr<BackendLayer> make_reference_layer(const ReferenceOptions& options) {
   switch (options.recipe->data_dtype) {
     case WEFT_DTYPE_FP64:
       return std::make_unique<LayerOf<double, double>>(options);

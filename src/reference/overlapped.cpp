@@ -1,7 +1,6 @@
 // Running a launch on host threads. The overlapped run is what a GPU does with warps: one communication worker and
 // several matrix workers a rank, tickets, flags and gates, real data.
 #include <atomic>
-#include <deque>
 #include <exception>
 #include <mutex>
 #include <thread>

@@ -26,38 +26,38 @@
 
 namespace weft {
 
-inline const char* task_name(TaskKind kind) {
+constexpr WaitTask wait_task(TaskKind kind) {
   switch (kind) {
     case TaskKind::kGateUp:
-      return "gate_up";
+      return WaitTask::kGateUp;
     case TaskKind::kDown:
-      return "down";
+      return WaitTask::kDown;
     case TaskKind::kDownDgrad:
-      return "down_dgrad";
+      return WaitTask::kDownDgrad;
     case TaskKind::kGateUpDgrad:
-      return "gate_up_dgrad";
+      return WaitTask::kGateUpDgrad;
     case TaskKind::kDownWgrad:
-      return "down_wgrad";
+      return WaitTask::kDownWgrad;
     case TaskKind::kGateUpWgrad:
-      return "gate_up_wgrad";
+      break;
   }
-  return "unknown";
+  return WaitTask::kGateUpWgrad;
 }
 
-inline const char* task_name(CommTaskKind kind) {
+constexpr WaitTask wait_task(CommTaskKind kind) {
   switch (kind) {
     case CommTaskKind::kPull:
-      return "dispatch";
+      return WaitTask::kDispatch;
     case CommTaskKind::kPullsDone:
-      return "pulls_done";
+      return WaitTask::kPullsDone;
     case CommTaskKind::kCombine:
-      return "combine";
+      return WaitTask::kCombine;
     case CommTaskKind::kSumTokens:
-      return "sum_tokens";
+      return WaitTask::kSumTokens;
     case CommTaskKind::kDrain:
-      return "drain";
+      break;
   }
-  return "unknown";
+  return WaitTask::kDrain;
 }
 
 // One launch as every worker of a rank sees it.
@@ -80,6 +80,8 @@ struct Launch {
 
 // Bodies provides, with Memory& as its last argument:
 //   pull(order, entry_idx)   combine(order, entry_idx)   sum_token(order, token)   matrix(order, MatrixTask)
+// Every body but sum_token may copy asynchronously: the roles fence the proxy before it, behind the gates, and wait for
+// the copies before they raise the flag.
 template <class Memory, class Bodies>
 class Worker {
  public:
@@ -158,7 +160,7 @@ class Worker {
   bool enter_pass(int32_t pass, bool is_leader) {
     const auto opened = static_cast<uint32_t>(pass + 1);
     if (!is_leader) {
-      const WaitSite site{"enter pass", pass, FlagKind::kPassOpen, -1, -1};
+      const WaitSite site{WaitTask::kEnterPass, pass, FlagKind::kPassOpen, -1, -1};
       return gate_.wait(launch_.flags.pass_open, opened, Scope::kRank, site);
     }
     if (pass > 0) {
@@ -166,7 +168,7 @@ class Worker {
       arrive(memory_, launch_.controls, launch_.rank(), launch_.num_ranks(), launch_.epoch_of(pass),
              {CallKind::kNextPass, 0});
       if (!await_all(memory_, gate_, launch_.controls, launch_.rank(), launch_.num_ranks(), launch_.epoch_of(pass),
-                     "enter pass", calls)) {
+                     WaitTask::kEnterPass, calls)) {
         return false;
       }
     }
@@ -177,9 +179,10 @@ class Worker {
 
   bool leave_pass(int32_t pass, bool is_leader) {
     const PassFlags& bank = launch_.flags.of_pass(pass);
+    memory_.wait_copies();  // of weight gradients, which have no flag: the next pass or the caller goes on with them
     memory_.release_add(bank.workers_done, 1, Scope::kRank);
     if (!is_leader) return true;
-    const WaitSite site{"leave pass", pass, FlagKind::kWorkersDone, -1, -1};
+    const WaitSite site{WaitTask::kLeavePass, pass, FlagKind::kWorkersDone, -1, -1};
     return gate_.wait(bank.workers_done, static_cast<uint32_t>(launch_.num_workers), Scope::kRank, site);
   }
 
@@ -201,6 +204,7 @@ class Worker {
 
   bool pull(const TaskOrder& order, const CommTask& task) {
     const Plan& plan = launch_.plan;
+    memory_.fence_async_proxy();
     for (int32_t entry_idx = task.begin; entry_idx < task.end; ++entry_idx) bodies_.pull(order, entry_idx, memory_);
     memory_.wait_copies();
     for (int32_t entry_idx = task.begin; entry_idx < task.end; ++entry_idx) {
@@ -215,7 +219,7 @@ class Worker {
   }
 
   bool announce_pulls_done(const TaskOrder& order, int32_t ticket) {
-    const WaitSite site{task_name(CommTaskKind::kPullsDone), ticket, FlagKind::kPulled, -1, -1};
+    const WaitSite site{wait_task(CommTaskKind::kPullsDone), ticket, FlagKind::kPulled, -1, -1};
     if (!gate_.wait(flags(order).pulled, static_cast<uint32_t>(order.num_pull_tasks()), Scope::kRank, site)) {
       return false;
     }
@@ -235,7 +239,9 @@ class Worker {
       for (int32_t n = 0; n < entry.num_rows; ++n) {
         if (!wait_output(order, plan.fan_rows[entry.fan_begin + n] / kBlockRows, ticket)) return false;
       }
+      memory_.fence_async_proxy();
       bodies_.combine(order, entry_idx, memory_);
+      memory_.wait_copies();
       memory_.release(&launch_.peers[entry.source].arrived[entry.token * slots + entry.slot],
                       launch_.epoch_of(order.pass()), Scope::kSystem);
     }
@@ -253,7 +259,7 @@ class Worker {
       for (int32_t peer = 0; senders != 0; ++peer, senders >>= 1) {
         if ((senders & 1) == 0) continue;
         const int64_t slot = token * slots + slot_of_rank(all, peer);
-        const WaitSite site{task_name(CommTaskKind::kSumTokens), ticket, FlagKind::kArrived, slot, peer};
+        const WaitSite site{wait_task(CommTaskKind::kSumTokens), ticket, FlagKind::kArrived, slot, peer};
         if (!gate_.wait(&launch_.peers[launch_.rank()].arrived[slot], launch_.epoch_of(order.pass()), Scope::kSystem,
                         site)) {
           return false;
@@ -266,7 +272,7 @@ class Worker {
 
   bool drain(const TaskOrder& order, int32_t ticket) {
     for (int32_t peer = 0; peer < launch_.num_ranks(); ++peer) {
-      const WaitSite site{task_name(CommTaskKind::kDrain), ticket, FlagKind::kPullsDone, -1, peer};
+      const WaitSite site{wait_task(CommTaskKind::kDrain), ticket, FlagKind::kPullsDone, -1, peer};
       if (!gate_.wait(&launch_.controls[launch_.rank()]->pulls_done[peer], launch_.epoch_of(order.pass()),
                       Scope::kSystem, site)) {
         return false;
@@ -294,16 +300,16 @@ class Worker {
         const int32_t block = order.physical_block(task.m_tile);
         const auto rows = static_cast<uint32_t>(order.valid_rows(task.local_expert, task.m_tile));
         return gate_.wait(&flags(order).rows_ready[block], rows, Scope::kRank,
-                          {task_name(task.kind), ticket, FlagKind::kRowsReady, block, -1});
+                          {wait_task(task.kind), ticket, FlagKind::kRowsReady, block, -1});
       }
       case TaskKind::kDown:
       case TaskKind::kGateUpDgrad:
-        return wait_mid(order, task.m_tile, task_name(task.kind), ticket);
+        return wait_mid(order, task.m_tile, wait_task(task.kind), ticket);
       case TaskKind::kDownWgrad:
       case TaskKind::kGateUpWgrad: {
         const BlockRange blocks = order.blocks(task.local_expert);
         for (int32_t block = blocks.begin; block < blocks.end; ++block) {
-          if (!wait_mid(order, block, task_name(task.kind), ticket)) return false;
+          if (!wait_mid(order, block, wait_task(task.kind), ticket)) return false;
         }
         return true;
       }
@@ -311,7 +317,7 @@ class Worker {
     return false;
   }
 
-  bool wait_mid(const TaskOrder& order, int32_t virtual_block, const char* task, int32_t ticket) {
+  bool wait_mid(const TaskOrder& order, int32_t virtual_block, WaitTask task, int32_t ticket) {
     const TaskKind producer = launch_.direction == Direction::kForward ? TaskKind::kGateUp : TaskKind::kDownDgrad;
     const int32_t block = order.physical_block(virtual_block);
     return gate_.wait(&flags(order).mid_ready[block], static_cast<uint32_t>(order.num_n_tiles(producer)), Scope::kRank,
@@ -320,7 +326,7 @@ class Worker {
 
   // What combine sums: o in forward, dx in backward; without dx it still brings home the router gradients of stage mid.
   bool wait_output(const TaskOrder& order, int32_t virtual_block, int32_t ticket) {
-    const char* task = task_name(CommTaskKind::kCombine);
+    const WaitTask task = wait_task(CommTaskKind::kCombine);
     const bool forward = launch_.direction == Direction::kForward;
     if (!forward && !launch_.work.dgrad) return wait_mid(order, virtual_block, task, ticket);
     const int32_t block = order.physical_block(virtual_block);

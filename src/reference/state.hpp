@@ -93,6 +93,7 @@ struct State {
   WeightGradients gradients;
 
   const LayerShape& shape() const { return launch.plan.shape; }
+  Span2d<Element> out() const { return dense(workspace.out, shape().capacity_rows(), shape().hidden); }
   bool forward() const { return launch.direction == Direction::kForward; }
 
   // z of the rows of a pass: the caller's buffer holds those of pass 0.
@@ -136,9 +137,12 @@ inline PoolRows cols_of_tile(const TaskOrder& order, TaskKind kind, int32_t n_ti
   return {begin, min_of<int64_t>(order.tile_cols(kind), num_cols - begin)};
 }
 
-template <class Element, class Real>
-Real round_to(Real value) {
-  return convert<Real>(convert<Element>(value));
+// Writes a tile of sums in the data dtype, each rounded once.
+template <class Real, class Element>
+void round_into(Span2d<Real> tile, Span2d<Element> rounded) {
+  for (int64_t m = 0; m < tile.rows; ++m) {
+    for (int64_t n = 0; n < tile.cols; ++n) rounded.at(m, n) = convert<Element>(tile.at(m, n));
+  }
 }
 
 }  // namespace weft

@@ -18,7 +18,8 @@ void check_indices(const LayerShape& shape, const RoutingInputs& inputs, int32_t
 }
 
 // Opens entry `entry_idx` at its first row: it claims all rows of that row's token in this pass, in k order.
-void open_entry(const Plan& plan, const RoutingInputs& inputs, int32_t entry_idx, int32_t first_row, int32_t fan_begin) {
+void open_entry(const Plan& plan, const RoutingInputs& inputs, int32_t entry_idx, int32_t first_row,
+                int32_t fan_begin) {
   const LayerShape& shape = plan.shape;
   const RouteRef route = plan.row_route[first_row];
   const int32_t pass = plan.pass_of_row(first_row);

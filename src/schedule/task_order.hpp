@@ -76,9 +76,15 @@ struct Work {
 };
 inline constexpr Work kForwardWork{true, false, false, false};
 
+// Valid rows of one virtual pool block of an expert.
+WEFT_HD inline int32_t valid_rows_of_block(const Plan& plan, int32_t local_expert, int32_t block) {
+  const int32_t rows_before = (block - plan.expert_block_begin[local_expert]) * kBlockRows;
+  return min_of(kBlockRows, plan.expert_rows[local_expert] - rows_before);
+}
+
 class TaskOrder {
  public:
-  static constexpr int32_t kExpertGroup = 4;  // experts a group (measured: 4, 8 and 16 alike, 1 is 9 % slower)
+  static constexpr int32_t kExpertGroup = 4;  // experts a group
   static constexpr int32_t kBatch = 16;       // entries or tokens a communication task
 
   WEFT_HD TaskOrder(const Plan& plan, Direction direction, int32_t pass, int64_t num_own_tokens, const Work& work,
@@ -86,9 +92,6 @@ class TaskOrder {
       : plan_(plan), direction_(direction), pass_(pass), num_own_tokens_(num_own_tokens), work_(work), tiling_(tiling) {
     num_groups_ = ceil_div(shape().num_local_experts(), kExpertGroup);
     num_wgrad_tail_ = ceil_div(num_groups_, 3);
-    for (int32_t step = 0; step < num_steps(); ++step) {
-      for (int32_t stage = 0; stage < kStagesPerStep; ++stage) num_matrix_tasks_ += tasks_of(stage_at(step, stage));
-    }
   }
 
   WEFT_HD const Plan& plan() const { return plan_; }
@@ -97,16 +100,39 @@ class TaskOrder {
   WEFT_HD int32_t pass() const { return pass_; }
   WEFT_HD bool last_pass() const { return pass_ + 1 == *plan_.num_passes; }
 
-  WEFT_HD int32_t num_matrix_tasks() const { return num_matrix_tasks_; }
+  WEFT_HD int32_t num_matrix_tasks() const {
+    int32_t tasks = 0;
+    for (int32_t stage = 0; stage < num_stages(); ++stage) tasks += tasks_in_stage(stage);
+    return tasks;
+  }
   WEFT_HD MatrixTask matrix_task(int32_t ticket) const {
-    for (int32_t step = 0;; ++step) {
-      for (int32_t slot = 0; slot < kStagesPerStep; ++slot) {
-        const Stage stage = stage_at(step, slot);
-        const int32_t tasks = tasks_of(stage);
-        if (ticket < tasks) return task_in_stage(stage, ticket);
-        ticket -= tasks;
-      }
+    for (int32_t stage = 0;; ++stage) {
+      const int32_t tasks = tasks_in_stage(stage);
+      if (ticket < tasks) return task_of_stage(stage, ticket);
+      ticket -= tasks;
     }
+  }
+
+  // The stages whose tasks, one stage after another, are the matrix tasks: for callers that decode many tickets.
+  WEFT_HD int32_t num_stages() const { return num_steps() * kStagesPerStep; }
+  WEFT_HD int32_t tasks_in_stage(int32_t stage) const { return tasks_of(stage_at(stage)); }
+  WEFT_HD MatrixTask task_of_stage(int32_t stage, int32_t index) const { return task_in_stage(stage_at(stage), index); }
+
+  // Most matrix tasks of all passes together under any routing: a function of the shape, not of the plan's contents.
+  WEFT_HD int64_t max_matrix_tasks() const {
+    constexpr TaskKind kForwardKinds[] = {TaskKind::kGateUp, TaskKind::kDown};
+    constexpr TaskKind kBackwardKinds[] = {TaskKind::kDownDgrad, TaskKind::kGateUpDgrad, TaskKind::kDownWgrad,
+                                           TaskKind::kGateUpWgrad};
+    const bool forward = direction_ == Direction::kForward;
+    int64_t tasks = 0;
+    for (int32_t n = 0; n < (forward ? 2 : 4); ++n) {
+      const TaskKind kind = forward ? kForwardKinds[n] : kBackwardKinds[n];
+      if (!wanted(kind)) continue;
+      // A boundary between passes cuts one expert at most, whose weight gradient is then made in both.
+      const int64_t wgrads = shape().num_local_experts() + shape().max_passes() - 1;
+      tasks += (is_wgrad(kind) ? wgrads * wgrad_m_tiles(kind) : shape().max_blocks()) * num_n_tiles(kind);
+    }
+    return tasks;
   }
 
   WEFT_HD int32_t num_entries() const { return plan_.pass_entry_begin[pass_ + 1] - plan_.pass_entry_begin[pass_]; }
@@ -130,15 +156,14 @@ class TaskOrder {
     return {CommTaskKind::kDrain, 0, 0};
   }
 
-  // The expert's blocks in this pass, and the valid rows of one of them.
+  // The expert's blocks in this pass.
   WEFT_HD BlockRange blocks(int32_t local_expert) const {
     const int32_t window_begin = pass_ * shape().capacity_blocks;
     return {max_of(plan_.expert_block_begin[local_expert], window_begin),
             min_of(plan_.expert_block_begin[local_expert + 1], window_begin + shape().capacity_blocks)};
   }
   WEFT_HD int32_t valid_rows(int32_t local_expert, int32_t block) const {
-    const int32_t rows_before = (block - plan_.expert_block_begin[local_expert]) * kBlockRows;
-    return min_of(kBlockRows, plan_.expert_rows[local_expert] - rows_before);
+    return valid_rows_of_block(plan_, local_expert, block);
   }
   // The block's place in the physical pool and in the ready counters.
   WEFT_HD int32_t physical_block(int32_t block) const { return block % shape().capacity_blocks; }
@@ -147,9 +172,25 @@ class TaskOrder {
     const bool spans_hidden =
         kind == TaskKind::kDown || kind == TaskKind::kGateUpDgrad || kind == TaskKind::kGateUpWgrad;
     const int64_t cols = spans_hidden ? shape().hidden : shape().intermediate;
-    return static_cast<int32_t>(ceil_div<int64_t>(cols, tile_cols(kind)));
+    return ceil_div(static_cast<int32_t>(cols), tile_cols(kind));
   }
-  WEFT_HD int32_t tile_cols(TaskKind kind) const { return tiling_.cols[static_cast<int32_t>(kind)]; }
+  // Constant indices: one known only at run time would put the whole object into a kernel's local memory.
+  WEFT_HD int32_t tile_cols(TaskKind kind) const {
+    switch (kind) {
+      case TaskKind::kGateUp:
+        return tiling_.cols[0];
+      case TaskKind::kDown:
+        return tiling_.cols[1];
+      case TaskKind::kDownDgrad:
+        return tiling_.cols[2];
+      case TaskKind::kGateUpDgrad:
+        return tiling_.cols[3];
+      case TaskKind::kDownWgrad:
+        return tiling_.cols[4];
+      default:
+        return tiling_.cols[5];
+    }
+  }
   // Tiles over the rows of one gate, up or down weight.
   WEFT_HD int32_t num_weight_row_tiles(TaskKind kind) const {
     const int64_t rows = kind == TaskKind::kDownWgrad ? shape().hidden : shape().intermediate;
@@ -181,7 +222,9 @@ class TaskOrder {
   WEFT_HD int32_t num_steps() const {
     return direction_ == Direction::kForward ? num_groups_ + 1 : num_groups_ + 2 + num_wgrad_tail_;
   }
-  WEFT_HD Stage stage_at(int32_t step, int32_t slot) const {
+  WEFT_HD Stage stage_at(int32_t stage) const {
+    const int32_t step = stage / kStagesPerStep;
+    const int32_t slot = stage % kStagesPerStep;
     constexpr Stage kEmpty{TaskKind::kGateUp, -1};
     if (direction_ == Direction::kForward) {
       if (slot == 0) return {TaskKind::kGateUp, step};
@@ -217,7 +260,9 @@ class TaskOrder {
   }
   WEFT_HD int32_t num_m_tiles(TaskKind kind, int32_t local_expert) const {
     if (!is_wgrad(kind)) return blocks(local_expert).size();
-    if (!makes_wgrad(local_expert)) return 0;
+    return makes_wgrad(local_expert) ? wgrad_m_tiles(kind) : 0;
+  }
+  WEFT_HD int32_t wgrad_m_tiles(TaskKind kind) const {
     return num_weight_row_tiles(kind) * (kind == TaskKind::kGateUpWgrad ? 2 : 1);
   }
   WEFT_HD BlockRange experts_of(int32_t group) const {
@@ -254,7 +299,6 @@ class TaskOrder {
   Tiling tiling_;
   int32_t num_groups_ = 0;
   int32_t num_wgrad_tail_ = 0;
-  int32_t num_matrix_tasks_ = 0;
 };
 
 }  // namespace weft

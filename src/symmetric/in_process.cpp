@@ -1,7 +1,6 @@
 // Virtual ranks: all ranks live in one process and see one another's allocations.
 #include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "core/status.hpp"
 #include "symmetric/memory.hpp"
@@ -64,7 +63,7 @@ class InProcessMemory final : public SymmetricMemory {
     flag_bytes_ = grown_flag_bytes_;
     data_bytes_ = grown_data_bytes_;
   }
-  void finish_growth() override {
+  void finish_mapping() override {
     const auto own = static_cast<size_t>(rank_);
     shared_->flags[own] = std::move(shared_->new_flags[own]);
     shared_->data[own] = std::move(shared_->new_data[own]);

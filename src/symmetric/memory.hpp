@@ -1,7 +1,7 @@
 // SymmetricMemory: memory that every rank of a group maps: a fixed control block a rank, and flag and data areas that
 // grow to what the largest layer needs. A provider only makes and maps memory; when ranks meet is the caller's affair.
 //
-// Growing takes three steps with a rank barrier after each: grow_own, map_peers, finish_growth.
+// Growing takes three steps with a rank barrier after each: grow_own, map_peers, finish_mapping.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ class SymmetricMemory {
   // Maps the peers' new areas and turns to them; every rank has grown.
   virtual void map_peers() = 0;
   // Gives back what only the old areas or the mapping needed; every rank has mapped.
-  virtual void finish_growth() = 0;
+  virtual void finish_mapping() = 0;
 
  protected:
   SymmetricMemory(int32_t rank, int32_t num_ranks)
@@ -57,7 +57,7 @@ class SymmetricMemory {
 std::vector<std::unique_ptr<SymmetricMemory>> make_in_process_memory(int32_t num_ranks);
 
 // One rank a process, over POSIX shared memory. Returns when every rank's control block is mapped here; throws
-// Error(WEFT_STALLED) naming the missing rank when `deadline_s` has passed. Names are visible until finish_growth.
+// Error(WEFT_STALLED) naming the missing rank when `deadline_s` has passed. Names are visible until finish_mapping.
 std::unique_ptr<SymmetricMemory> make_shared_memory(const std::string& name, int32_t rank, int32_t num_ranks,
                                                     double deadline_s);
 

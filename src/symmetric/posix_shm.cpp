@@ -71,6 +71,23 @@ int try_open_segment(const std::string& name, int64_t bytes) {
   return -1;
 }
 
+// Names that peers can still open; gone with this object, also when a constructor throws half-way.
+class VisibleNames {
+ public:
+  VisibleNames() = default;
+  VisibleNames(const VisibleNames&) = delete;
+  VisibleNames& operator=(const VisibleNames&) = delete;
+  ~VisibleNames() { unlink(); }
+  void add(const std::string& name) { names_.push_back(name); }
+  void unlink() {
+    for (const std::string& name : names_) ::shm_unlink(name.c_str());
+    names_.clear();
+  }
+
+ private:
+  std::vector<std::string> names_;
+};
+
 class SharedMemory final : public SymmetricMemory {
  public:
   SharedMemory(std::string name, int32_t rank, int32_t num_ranks, double deadline_s)
@@ -83,7 +100,6 @@ class SharedMemory final : public SymmetricMemory {
       controls_[peer] = reinterpret_cast<ControlBlock*>(control_segments_[peer].address());
     }
   }
-  ~SharedMemory() override { unlink_names(); }
 
   void grow_own(int64_t flag_bytes, int64_t data_bytes) override {
     ++generation_;
@@ -106,8 +122,8 @@ class SharedMemory final : public SymmetricMemory {
     std::swap(flag_segments_, new_flag_segments_);
     std::swap(data_segments_, new_data_segments_);
   }
-  void finish_growth() override {
-    unlink_names();
+  void finish_mapping() override {
+    visible_names_.unlink();
     new_flag_segments_.clear();
     new_data_segments_.clear();
   }
@@ -119,7 +135,7 @@ class SharedMemory final : public SymmetricMemory {
   void make_own(std::vector<Segment>& segments, const char* area, int64_t bytes) {
     const std::string name = segment_name(rank_, area);
     segments[static_cast<size_t>(rank_)] = create_segment(name, bytes);
-    visible_names_.push_back(name);
+    visible_names_.add(name);
   }
   void open_peers(std::vector<Segment>& segments, const char* area, int64_t bytes) {
     const auto begin = std::chrono::steady_clock::now();
@@ -136,15 +152,11 @@ class SharedMemory final : public SymmetricMemory {
       segments[static_cast<size_t>(peer)] = Segment(descriptor, bytes);
     }
   }
-  void unlink_names() {
-    for (const std::string& name : visible_names_) ::shm_unlink(name.c_str());
-    visible_names_.clear();
-  }
 
   std::string name_;
   double deadline_s_;
   int32_t generation_ = 0;
-  std::vector<std::string> visible_names_;
+  VisibleNames visible_names_;
   std::vector<Segment> control_segments_;
   std::vector<Segment> flag_segments_;
   std::vector<Segment> data_segments_;

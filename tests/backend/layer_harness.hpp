@@ -368,15 +368,15 @@ inline LayerResults<std::vector<double>> dense_layer(const LayerCase& layer, con
       const auto expert = static_cast<size_t>(routed);
       const size_t token = route / top_k;
       const double weight = routing.topk_weights[rank][route];
-      const double* w1 = gate_up.data() + expert * 2 * weight_size;
-      const double* w2 = down.data() + expert * weight_size;
+      const double* gate_up_weight = gate_up.data() + expert * 2 * weight_size;
+      const double* down_weight = down.data() + expert * weight_size;
       const double* x_row = x.data() + token * hidden;
       const double* dy_row = dy.data() + token * hidden;
       double* ddown = results.ddown[expert / local_experts].data() + expert % local_experts * weight_size;
       double* dgate_up = results.dgate_up[expert / local_experts].data() + expert % local_experts * 2 * weight_size;
       for (size_t j = 0; j < 2 * intermediate; ++j) {
         z[j] = 0;
-        for (size_t h = 0; h < hidden; ++h) z[j] += w1[j * hidden + h] * x_row[h];
+        for (size_t h = 0; h < hidden; ++h) z[j] += gate_up_weight[j * hidden + h] * x_row[h];
       }
       double dw = 0;
       for (size_t i = 0; i < intermediate; ++i) {
@@ -385,7 +385,7 @@ inline LayerResults<std::vector<double>> dense_layer(const LayerCase& layer, con
         const double u = limit > 0 ? std::clamp(z[intermediate + i], -limit, limit) : z[intermediate + i];
         const double s = 1 / (1 + std::exp(-g));
         double u_prime = 0;
-        for (size_t h = 0; h < hidden; ++h) u_prime += dy_row[h] * w2[h * intermediate + i];
+        for (size_t h = 0; h < hidden; ++h) u_prime += dy_row[h] * down_weight[h * intermediate + i];
         const double a = g * s * u;
         const double da = weight * u_prime;
         act[i] = weight * a;
@@ -396,13 +396,13 @@ inline LayerResults<std::vector<double>> dense_layer(const LayerCase& layer, con
       dtopk[route] = dw;
       for (size_t h = 0; h < hidden; ++h) {
         for (size_t i = 0; i < intermediate; ++i) {
-          y[token * hidden + h] += w2[h * intermediate + i] * act[i];
+          y[token * hidden + h] += down_weight[h * intermediate + i] * act[i];
           ddown[h * intermediate + i] += dy_row[h] * act[i];
         }
       }
       for (size_t j = 0; j < 2 * intermediate; ++j) {
         for (size_t h = 0; h < hidden; ++h) {
-          dx[token * hidden + h] += w1[j * hidden + h] * dz[j];
+          dx[token * hidden + h] += gate_up_weight[j * hidden + h] * dz[j];
           dgate_up[j * hidden + h] += dz[j] * x_row[h];
         }
       }

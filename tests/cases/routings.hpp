@@ -134,49 +134,65 @@ inline Routing random_routing(uint32_t seed) {
   return uniform_routing(sizes, seed, pick(0, 3) / 10.0, pick(0, 2) / 10.0);
 }
 
+// Entries of the list.
+inline NamedRouting uniform(const char* name, RoutingSizes sizes, uint32_t seed, double masked = 0,
+                            double repeated = 0) {
+  return {name, [=] { return uniform_routing(sizes, seed, masked, repeated); }};
+}
+inline NamedRouting skewed(const char* name, RoutingSizes sizes, int32_t first, int32_t count) {
+  return {name, [=] { return skewed_routing(sizes, first, count); }};
+}
+inline NamedRouting group_sizes(const char* name, RoutingSizes sizes, std::vector<int32_t> rows) {
+  return {name, [=] { return routing_of_group_sizes(sizes, rows); }};
+}
+// Some tokens have no route at all, at the beginning of a rank and at its end.
+inline Routing with_masked_tokens(Routing routing) {
+  std::fill_n(routing.topk_idx.front().begin(), 3 * routing.top_k, kMaskedRoute);
+  std::fill_n(routing.topk_idx.back().rbegin(), routing.top_k, kMaskedRoute);
+  return routing;
+}
+// Every token takes the experts 0 to K - 1.
+inline Routing first_experts_routing(const RoutingSizes& sizes) {
+  return make_routing(
+      sizes, [](int32_t, int64_t, std::vector<int32_t>& experts) { std::iota(experts.begin(), experts.end(), 0); });
+}
+
 inline std::vector<NamedRouting> adversarial_routings() {
   return {
-      {"one_rank_without_tokens", [] { return uniform_routing({8, 2, {5, 0, 7, 3}}, 11); }},
-      {"one_rank_with_tokens", [] { return uniform_routing({8, 2, {0, 0, 300, 0}}, 12); }},
-      {"no_tokens_at_all", [] { return uniform_routing({8, 2, {0, 0}}, 13); }},
-      {"all_to_one_rank", [] { return skewed_routing({16, 4, {100, 50, 70, 90}, 8}, 8, 4); }},
-      {"all_to_one_expert", [] { return skewed_routing({8, 1, {130, 140, 0, 150}, 2}, 5, 1); }},
-      {"all_tokens_alike", [] { return skewed_routing({16, 4, {200, 200}}, 6, 4); }},
-      {"masked_routes", [] { return uniform_routing({16, 4, {90, 110}}, 14, 0.1); }},
+      uniform("one_rank_without_tokens", {8, 2, {5, 0, 7, 3}}, 11),
+      uniform("one_rank_with_tokens", {8, 2, {0, 0, 300, 0}}, 12),
+      uniform("no_tokens_at_all", {8, 2, {0, 0}}, 13),
+      skewed("all_to_one_rank", {16, 4, {100, 50, 70, 90}, 8}, 8, 4),
+      skewed("all_to_one_expert", {8, 1, {130, 140, 0, 150}, 2}, 5, 1),
+      skewed("all_tokens_alike", {16, 4, {200, 200}}, 6, 4),
+      uniform("masked_routes", {16, 4, {90, 110}}, 14, 0.1),
       {"masked_tokens",
        [] {
-         Routing routing = uniform_routing({8, 2, {9, 9}}, 15);
-         std::fill_n(routing.topk_idx[0].begin(), 2 * 3, kMaskedRoute);
-         std::fill_n(routing.topk_idx[1].end() - 2, 2, kMaskedRoute);
-         return routing;
+         return with_masked_tokens(uniform_routing({8, 2, {9, 9}}, 15));
        }},
-      {"all_routes_masked", [] { return uniform_routing({8, 2, {9, 4}}, 16, 1.0); }},
-      {"repeated_experts", [] { return uniform_routing({8, 4, {60, 60}}, 17, 0.0, 0.5); }},
-      {"repeated_and_masked", [] { return uniform_routing({12, 6, {60, 33, 1}, 2}, 18, 0.2, 0.4); }},
-      {"odd_group_sizes",
-       [] {
-         return routing_of_group_sizes({16, 2, {200, 249}},
-                                       {1, 31, 33, 63, 65, 127, 129, 0, 129, 127, 0, 65, 63, 33, 31, 1});
-       }},
-      {"whole_blocks", [] { return routing_of_group_sizes({4, 2, {256, 256}, 2}, {128, 256, 128, 512}); }},
-      {"uneven_tokens", [] { return uniform_routing({64, 8, {0, 1, 777, 4096}}, 19); }},
-      {"uneven_tokens_in_passes", [] { return uniform_routing({64, 8, {0, 1, 777, 4096}, 40}, 20); }},
-      {"experts_512", [] { return uniform_routing({512, 16, {40, 50, 60, 70, 80, 90, 100, 110}}, 21); }},
-      {"experts_896", [] { return uniform_routing({896, 16, {64, 64, 64, 64, 64, 64, 64, 64}, 30}, 22); }},
-      {"experts_60", [] { return uniform_routing({60, 6, {50, 60, 70, 80}}, 23); }},
-      {"experts_72_on_3_ranks", [] { return uniform_routing({72, 5, {100, 90, 80}, 7}, 24); }},
-      {"top_32", [] { return uniform_routing({64, 32, {33, 20}}, 25, 0.1); }},
-      {"one_rank", [] { return uniform_routing({8, 2, {333}, 3}, 26); }},
-      {"one_expert", [] { return skewed_routing({1, 1, {200}, 1}, 0, 1); }},
-      {"ranks_64", [] { return uniform_routing({64, 8, std::vector<int64_t>(64, 3)}, 27); }},
-      {"one_block_a_pass", [] { return uniform_routing({8, 2, {150, 200}, 1}, 28); }},
-      {"one_block_a_pass_all_to_one_rank", [] { return skewed_routing({8, 2, {70, 80, 90, 100}, 1}, 2, 2); }},
-      {"experts_straddle_passes", [] { return routing_of_group_sizes({4, 2, {500, 400}, 3}, {700, 500, 40, 560}); }},
+      uniform("all_routes_masked", {8, 2, {9, 4}}, 16, 1.0),
+      uniform("repeated_experts", {8, 4, {60, 60}}, 17, 0.0, 0.5),
+      uniform("repeated_and_masked", {12, 6, {60, 33, 1}, 2}, 18, 0.2, 0.4),
+      group_sizes("odd_group_sizes", {16, 2, {200, 249}},
+                  {1, 31, 33, 63, 65, 127, 129, 0, 129, 127, 0, 65, 63, 33, 31, 1}),
+      group_sizes("whole_blocks", {4, 2, {256, 256}, 2}, {128, 256, 128, 512}),
+      group_sizes("empty_expert_behind_a_full_pool", {6, 2, {300, 212}, 2}, {256, 256, 0, 0, 384, 128}),
+      uniform("uneven_tokens", {64, 8, {0, 1, 777, 4096}}, 19),
+      uniform("uneven_tokens_in_passes", {64, 8, {0, 1, 777, 4096}, 40}, 20),
+      uniform("experts_512", {512, 16, {40, 50, 60, 70, 80, 90, 100, 110}}, 21),
+      uniform("experts_896", {896, 16, {64, 64, 64, 64, 64, 64, 64, 64}, 30}, 22),
+      uniform("experts_60", {60, 6, {50, 60, 70, 80}}, 23),
+      uniform("experts_72_on_3_ranks", {72, 5, {100, 90, 80}, 7}, 24),
+      uniform("top_32", {64, 32, {33, 20}}, 25, 0.1),
+      uniform("one_rank", {8, 2, {333}, 3}, 26),
+      skewed("one_expert", {1, 1, {200}, 1}, 0, 1),
+      uniform("ranks_64", {64, 8, std::vector<int64_t>(64, 3)}, 27),
+      uniform("one_block_a_pass", {8, 2, {150, 200}, 1}, 28),
+      skewed("one_block_a_pass_all_to_one_rank", {8, 2, {70, 80, 90, 100}, 1}, 2, 2),
+      group_sizes("experts_straddle_passes", {4, 2, {500, 400}, 3}, {700, 500, 40, 560}),
       {"token_in_every_pass",
        [] {
-         return make_routing({4, 4, {260}, 1}, [](int32_t, int64_t, std::vector<int32_t>& experts) {
-           std::iota(experts.begin(), experts.end(), 0);
-         });
+         return first_experts_routing({4, 4, {260}, 1});
        }},
   };
 }

@@ -1,0 +1,92 @@
+// Ops without tensors: groups by number, and what this build is and can run.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "errors.hpp"
+#include "group.hpp"
+
+namespace weft_torch {
+namespace {
+
+int64_t create_local(int64_t ep_size) { return register_group(create_local_group(ep_size)); }
+
+int64_t create_shared(std::string name, int64_t ep_rank, int64_t ep_size, double deadline_s) {
+  return register_group(create_shared_group(name, ep_rank, ep_size, deadline_s));
+}
+
+int64_t member(int64_t group, int64_t rank) { return register_group(find_group(group)->member(rank)); }
+
+void destroy(int64_t group) { remove_group(group); }
+
+weft_config config_of(bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
+                      int64_t ep_size, int64_t precision, int64_t save, int64_t max_tokens, double clamp_limit) {
+  LayerKey key{};
+  key.backend = cpu ? WEFT_BACKEND_CPU : WEFT_BACKEND_CUDA;
+  key.precision = static_cast<weft_precision>(precision);
+  key.hidden = hidden;
+  key.intermediate = intermediate;
+  key.num_experts = static_cast<int32_t>(num_experts);
+  key.top_k = static_cast<int32_t>(top_k);
+  key.max_tokens = max_tokens;
+  key.clamp_limit = clamp_limit;
+  key.save = static_cast<weft_save>(save);
+  return weft_torch::config_of(key, /*ep_rank=*/0, static_cast<int32_t>(ep_size));
+}
+
+// "" or why not, with the remedy.
+std::string supports(bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
+                     int64_t ep_size, int64_t precision, int64_t max_tokens, bool training) {
+  const weft_config config = config_of(cpu, hidden, intermediate, num_experts, top_k, ep_size, precision,
+                                       WEFT_SAVE_GATE_UP, max_tokens, /*clamp_limit=*/0);
+  return (training ? weft_supports_training : weft_supports)(&config) == WEFT_OK ? "" : weft_last_error();
+}
+
+// Bytes of a forward's `saved` tensor of one rank; fake kernels need them before anything runs.
+int64_t saved_bytes(int64_t group, bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
+                    int64_t precision, int64_t save, int64_t max_tokens, double clamp_limit) {
+  const weft_config config = config_of(cpu, hidden, intermediate, num_experts, top_k, find_group(group)->ep_size(),
+                                       precision, save, max_tokens, clamp_limit);
+  weft_sizes sizes;
+  WEFT_INIT(sizes);
+  check(weft_query_sizes(&config, &sizes));
+  return sizes.saved_bytes;
+}
+
+std::string version() { return weft_version(); }
+std::string compiler() {
+#if defined(__clang__)
+  return __VERSION__;
+#else
+  return "g++ " __VERSION__;
+#endif
+}
+
+}  // namespace
+}  // namespace weft_torch
+
+STABLE_TORCH_LIBRARY(weft, library) {
+  library.def("create_local_group(int ep_size) -> int");
+  library.def("create_shared_group(str name, int ep_rank, int ep_size, float deadline_s) -> int");
+  library.def("group_member(int group, int rank) -> int");
+  library.def("destroy_group(int group) -> ()");
+  library.def(
+      "supports(bool cpu, int hidden, int intermediate, int num_experts, int top_k, int ep_size, int precision, "
+      "int max_tokens, bool training) -> str");
+  library.def(
+      "saved_bytes(int group, bool cpu, int hidden, int intermediate, int num_experts, int top_k, int precision, "
+      "int save, int max_tokens, float clamp_limit) -> int");
+  library.def("version() -> str");
+  library.def("compiler() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, library) {
+  library.impl("create_local_group", TORCH_BOX(&weft_torch::create_local));
+  library.impl("create_shared_group", TORCH_BOX(&weft_torch::create_shared));
+  library.impl("group_member", TORCH_BOX(&weft_torch::member));
+  library.impl("destroy_group", TORCH_BOX(&weft_torch::destroy));
+  library.impl("supports", TORCH_BOX(&weft_torch::supports));
+  library.impl("saved_bytes", TORCH_BOX(&weft_torch::saved_bytes));
+  library.impl("version", TORCH_BOX(&weft_torch::version));
+  library.impl("compiler", TORCH_BOX(&weft_torch::compiler));
+}

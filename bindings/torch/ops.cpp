@@ -1,0 +1,311 @@
+// The ops of namespace weft: schemas, and tensors -> C ABI arguments. One op call runs all ranks that its group number
+// stands for, so tensors come as lists with one entry a rank. Autograd and fake kernels are in python/weft_moe/ops.py.
+// Knows torch through its stable headers alone, so that one binary serves every torch from 2.10 on.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "errors.hpp"
+#include "group.hpp"
+#include "stream.hpp"
+#include "tensors.hpp"
+
+namespace weft_torch {
+namespace {
+
+using torch::stable::Device;
+
+// The tensors that a forward and its backward share.
+struct Inputs {
+  const Tensors& x;
+  const Tensors& topk_idx;
+  const Tensors& topk_weights;
+  const Tensors& gate_up;
+  const Tensors& down;
+};
+
+struct Options {
+  int64_t num_experts;
+  int64_t precision;
+  int64_t save;
+  int64_t max_tokens;
+  double clamp_limit;
+  int64_t num_workers;
+  double deadline_s;
+};
+
+ScalarType data_dtype(int64_t precision) {
+  switch (weft_data_dtype(static_cast<weft_precision>(precision))) {
+    case WEFT_DTYPE_FP64:
+      return ScalarType::Double;
+    case WEFT_DTYPE_FP32:
+      return ScalarType::Float;
+    default:
+      return ScalarType::BFloat16;
+  }
+}
+
+weft_dtype grad_dtype_code(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return WEFT_DTYPE_FP64;
+    case ScalarType::Float:
+      return WEFT_DTYPE_FP32;
+    default:
+      require(dtype == ScalarType::BFloat16, "grad_dtype is ", name_of(dtype),
+              ", must be the dtype of the weights or torch.float32");
+      return WEFT_DTYPE_BF16;
+  }
+}
+
+LayerKey key_of(const Inputs& inputs, const Options& options) {
+  require_dims(inputs.x[0], "x", "[T, H]", 2);
+  require_dims(inputs.topk_idx[0], "topk_idx", "[T, K]", 2);
+  require_dims(inputs.down[0], "down", "[e, H, I]", 3);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  require(options.num_experts >= 1 && options.num_experts <= kMost, "num_experts is ", options.num_experts,
+          "; it must be positive");
+  require(options.num_workers >= 0 && options.num_workers <= kMost, "num_sms is ", options.num_workers,
+          "; allowed: a positive number, or 0 for the default");
+  return {.backend = inputs.x[0].is_cpu() ? WEFT_BACKEND_CPU : WEFT_BACKEND_CUDA,
+          .precision = static_cast<weft_precision>(options.precision),
+          .hidden = inputs.x[0].size(1),
+          .intermediate = inputs.down[0].size(2),
+          .num_experts = static_cast<int32_t>(options.num_experts),
+          .top_k = static_cast<int32_t>(inputs.topk_idx[0].size(1)),
+          .max_tokens = options.max_tokens,
+          .clamp_limit = options.clamp_limit,
+          .save = static_cast<weft_save>(options.save),
+          .num_workers = static_cast<int32_t>(options.num_workers),
+          .deadline_s = options.deadline_s};
+}
+
+// Checks what one rank brings against the configuration.
+void require_rank(const Inputs& inputs, size_t r, const LayerKey& key, int32_t ep_size) {
+  const std::string where = inputs.x.size() == 1 ? "" : words(" of rank ", r);
+  const int64_t hidden = key.hidden;
+  const int64_t intermediate = key.intermediate;
+  const int64_t local_experts = key.num_experts / ep_size;
+  const Device device = inputs.x[0].device();
+  const ScalarType dtype = data_dtype(key.precision);
+  require_dims(inputs.x[r], "x" + where, "[T, H]", 2);
+  const int64_t num_tokens = inputs.x[r].size(0);
+
+  require_tensor(inputs.x[r], "x" + where, "[T, H]", {num_tokens, hidden}, dtype, device);
+  require_tensor(inputs.topk_idx[r], "topk_idx" + where, "[T, K]", {num_tokens, key.top_k}, ScalarType::Int, device);
+  require_tensor(inputs.topk_weights[r], "topk_weights" + where, "[T, K]", {num_tokens, key.top_k}, ScalarType::Float,
+                 device);
+  require_tensor(inputs.gate_up[r], "gate_up" + where, "[e, 2I, H]", {local_experts, 2 * intermediate, hidden}, dtype,
+                 device);
+  require_tensor(inputs.down[r], "down" + where, "[e, H, I]", {local_experts, hidden, intermediate}, dtype, device);
+  require(num_tokens <= key.max_tokens, "x", where, " has ", num_tokens, " tokens, the group was made for ",
+          key.max_tokens, ": pass the most tokens that a rank ever brings as ep_group(..., max_tokens=)");
+}
+
+weft_inputs c_inputs_of(const Inputs& inputs, size_t r) {
+  weft_inputs c_inputs;
+  WEFT_INIT(c_inputs);
+  c_inputs.num_tokens = inputs.x[r].size(0);
+  c_inputs.x = inputs.x[r].const_data_ptr();
+  c_inputs.topk_idx = static_cast<const int32_t*>(inputs.topk_idx[r].const_data_ptr());
+  c_inputs.topk_weights = static_cast<const float*>(inputs.topk_weights[r].const_data_ptr());
+  c_inputs.gate_up = inputs.gate_up[r].const_data_ptr();
+  c_inputs.down = inputs.down[r].const_data_ptr();
+  return c_inputs;
+}
+
+// One forward or backward of the ranks of a group: holds their locks, finds or creates their layers.
+// Whatever goes wrong before the library is called is told to the peers, which would wait for this rank otherwise.
+class Call {
+ public:
+  Call(const Inputs& inputs, const Options& options, int64_t group_id)
+      : group_(find_group(group_id)), locks_(group_->lock()), x_(inputs.x) {
+    LayerKey key{};
+    or_refuse([&] {
+      require_entries({&inputs.x, &inputs.topk_idx, &inputs.topk_weights, &inputs.gate_up, &inputs.down});
+      key = key_of(inputs, options);
+    });
+    layers_ = group_->layers(key);  // checks the configuration, and tells the peers what it finds
+    or_refuse([&] {
+      for (size_t r = 0; r < size(); ++r) {
+        require_rank(inputs, r, key, group_->ep_size());
+        c_inputs_.push_back(c_inputs_of(inputs, r));
+      }
+    });
+  }
+
+  size_t size() const { return group_->size(); }
+  Rank& rank(size_t r) const { return group_->rank(r); }
+  const weft_sizes& sizes(size_t r) const { return layers_[r]->sizes; }
+  const weft_inputs* inputs(size_t r) const { return &c_inputs_[r]; }
+
+  void require_entries(std::initializer_list<const Tensors*> lists) const {
+    for (const Tensors* list : lists) {
+      require(list->size() == size(), "a list of ", list->size(), " tensors for a group that runs ", size(),
+              " ranks here: pass one entry a rank");
+    }
+  }
+
+  // Sets the fields that every call has, on args of either direction.
+  template <class Args>
+  void set_workspace(Args& args, size_t r) const {
+    args.workspace_bytes = sizes(r).workspace_bytes;
+    args.workspace = rank(r).workspace(x_[r], args.workspace_bytes);
+    args.stream = current_stream(x_[r].device());
+  }
+
+  template <class Prepare>
+  void or_refuse(const Prepare& prepare) const {
+    try {
+      prepare();
+    } catch (const std::exception& error) {
+      if (group_->has_peers()) weft_refuse(rank(0).group(), error.what());
+      throw;
+    }
+  }
+
+  template <class Args>
+  void run(weft_status (*direction)(weft_layer* const*, Args* const*, int32_t), std::vector<Args>& args) const {
+    std::vector<weft_layer*> layers;
+    std::vector<Args*> pointers;
+    for (size_t r = 0; r < size(); ++r) {
+      layers.push_back(layers_[r]->handle.get());
+      pointers.push_back(&args[r]);
+    }
+    check(direction(layers.data(), pointers.data(), static_cast<int32_t>(size())));
+  }
+
+ private:
+  std::shared_ptr<Group> group_;
+  std::vector<std::unique_lock<std::mutex>> locks_;
+  const Tensors& x_;
+  std::vector<Layer*> layers_;
+  std::vector<weft_inputs> c_inputs_;
+};
+
+// y; `saved` and, in host memory, the generation of the workspace of each rank: no entries with save = inputs, where
+// all outputs are then the same from call to call. The main_grad tensors are only checked and grad_dtype is not used:
+// they are for the autograd formula, which hands them to backward.
+std::tuple<Tensors, Tensors, Tensor> forward(Tensors x, Tensors topk_idx, Tensors topk_weights, Tensors gate_up,
+                                             Tensors down, Tensors main_grad_gate_up, Tensors main_grad_down,
+                                             int64_t group, int64_t num_experts, int64_t precision, int64_t save,
+                                             int64_t max_tokens, double clamp_limit, int64_t num_workers,
+                                             double deadline_s, ScalarType) {
+  const Inputs inputs{x, topk_idx, topk_weights, gate_up, down};
+  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group);
+
+  Tensors y, saved;
+  std::vector<weft_forward_args> args(call.size());
+  call.or_refuse([&] {
+    if (!main_grad_gate_up.empty()) call.require_entries({&main_grad_gate_up, &main_grad_down});
+    for (size_t r = 0; r < main_grad_gate_up.size(); ++r) {
+      const ScalarType dtype = x[r].scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+      require_tensor(main_grad_gate_up[r], "main_grad[0]", "[e, 2I, H]", sizes_of(gate_up[r]), dtype, x[r].device());
+      require_tensor(main_grad_down[r], "main_grad[1]", "[e, H, I]", sizes_of(down[r]), dtype, x[r].device());
+    }
+    for (size_t r = 0; r < call.size(); ++r) {
+      WEFT_INIT(args[r]);
+      args[r].inputs = call.inputs(r);
+      y.push_back(torch::stable::empty_like(x[r]));
+      args[r].y = y[r].mutable_data_ptr();
+      if (save == WEFT_SAVE_GATE_UP) {
+        saved.push_back(allocate(x[r], call.sizes(r).saved_bytes, "what the backward needs"));
+        args[r].saved = saved[r].mutable_data_ptr();
+      }
+      call.set_workspace(args[r], r);
+    }
+  });
+  call.run(weft_forward_all, args);
+  for (size_t r = 0; r < call.size(); ++r) call.rank(r).set_generation(args[r].generation);
+
+  const Tensor generation = torch::stable::new_empty(x[0], {static_cast<int64_t>(saved.size())}, ScalarType::Long,
+                                                     std::nullopt, Device(torch::headeronly::DeviceType::CPU));
+  for (size_t r = 0; r < saved.size(); ++r) {
+    generation.mutable_data_ptr<int64_t>()[r] = static_cast<int64_t>(args[r].generation);
+  }
+  return {y, saved, generation};
+}
+
+// Writes dx, dtopk_weights, dgate_up and ddown, each with one entry a rank, or no entries where it is not wanted; with
+// `accumulate` the weight gradients are added to what their tensors hold.
+void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Tensors gate_up, Tensors down,
+              Tensors saved, Tensor generation, Tensors dx, Tensors dtopk_weights, Tensors dgate_up, Tensors ddown,
+              bool accumulate, int64_t group, int64_t num_experts, int64_t precision, int64_t save, int64_t max_tokens,
+              double clamp_limit, int64_t num_workers, double deadline_s) {
+  const Inputs inputs{x, topk_idx, topk_weights, gate_up, down};
+  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group);
+
+  std::vector<weft_backward_args> args(call.size());
+  call.or_refuse([&] {
+    call.require_entries({&dy});
+    require(generation.numel() == static_cast<int64_t>(saved.size()), "generation has ", generation.numel(),
+            " entries for ", saved.size(), " of saved: pass both as forward returned them");
+    for (const Tensors* list : {&saved, &dx, &dtopk_weights, &dgate_up, &ddown}) {
+      if (!list->empty()) call.require_entries({list});
+    }
+    // The gradient of one input of a rank: of its shape, in its dtype unless another is given.
+    const auto grad = [](const Tensors& grads, size_t r, const char* name, const Tensor& input,
+                         std::optional<ScalarType> dtype = std::nullopt) -> void* {
+      if (grads.empty()) return nullptr;
+      require_tensor(grads[r], name, "the shape of its input", sizes_of(input), dtype.value_or(input.scalar_type()),
+                     input.device());
+      return grads[r].mutable_data_ptr();
+    };
+    for (size_t r = 0; r < call.size(); ++r) {
+      require_tensor(dy[r], "dy", "[T, H]", sizes_of(x[r]), x[r].scalar_type(), x[r].device());
+      WEFT_INIT(args[r]);
+      args[r].inputs = call.inputs(r);
+      call.set_workspace(args[r], r);  // before `generation`, which a new workspace makes void
+      args[r].dy = dy[r].const_data_ptr();
+      if (!saved.empty()) {
+        require_tensor(saved[r], "saved", "what forward returned", {call.sizes(r).saved_bytes}, ScalarType::Byte,
+                       x[r].device());
+        args[r].saved = saved[r].const_data_ptr();
+        args[r].generation = call.rank(r).still_valid(static_cast<uint64_t>(generation.const_data_ptr<int64_t>()[r]));
+      }
+      const ScalarType grad_dtype = !dgate_up.empty() ? dgate_up[r].scalar_type()
+                                    : !ddown.empty()  ? ddown[r].scalar_type()
+                                                      : x[r].scalar_type();
+      args[r].want_dx = !dx.empty();
+      args[r].want_dtopk_weights = !dtopk_weights.empty();
+      args[r].dx = grad(dx, r, "dx", x[r]);
+      args[r].dtopk_weights = static_cast<float*>(grad(dtopk_weights, r, "dtopk_weights", topk_weights[r]));
+      args[r].dgate_up = grad(dgate_up, r, "the gradient of gate_up", gate_up[r], grad_dtype);
+      args[r].ddown = grad(ddown, r, "the gradient of down", down[r], grad_dtype);
+      args[r].grad_dtype = grad_dtype_code(grad_dtype);
+      args[r].accumulate = accumulate;
+    }
+  });
+  call.run(weft_backward_all, args);
+}
+
+}  // namespace
+}  // namespace weft_torch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(weft, library) {
+  library.def(
+      "forward(Tensor[] x, Tensor[] topk_idx, Tensor[] topk_weights, Tensor[] gate_up, Tensor[] down, "
+      "Tensor[] main_grad_gate_up, Tensor[] main_grad_down, int group, int num_experts, int precision, int save, "
+      "int max_tokens, float clamp_limit, int num_workers, float deadline_s, ScalarType grad_dtype) "
+      "-> (Tensor[] y, Tensor[] saved, Tensor generation)");
+  library.def(
+      "backward(Tensor[] dy, Tensor[] x, Tensor[] topk_idx, Tensor[] topk_weights, Tensor[] gate_up, Tensor[] down, "
+      "Tensor[] saved, Tensor generation, Tensor(a!)[] dx, Tensor(b!)[] dtopk_weights, Tensor(c!)[] dgate_up, "
+      "Tensor(d!)[] ddown, bool accumulate, int group, int num_experts, int precision, int save, int max_tokens, "
+      "float clamp_limit, int num_workers, float deadline_s) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(weft, CPU, library) {
+  library.impl("forward", TORCH_BOX(&weft_torch::forward));
+  library.impl("backward", TORCH_BOX(&weft_torch::backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(weft, CUDA, library) {
+  library.impl("forward", TORCH_BOX(&weft_torch::forward));
+  library.impl("backward", TORCH_BOX(&weft_torch::backward));
+}

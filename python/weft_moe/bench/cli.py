@@ -1,0 +1,129 @@
+"""weft-bench: the layer benchmark, the routing-plan benchmark, and the record of a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..train.dispatch import ACTIVATION_DTYPES
+from . import ledger
+from .layer import DIRECTIONS, SHAPES, Row, measure
+from .plan import DEFAULT_BINARY, run_plan_benchmark
+from .timing import REGIMES
+
+_USAGE_ERROR = 2
+
+# What stands in a record: the project's two shapes at a training step's token count.
+_RECORD_SHAPES = ("30b", "235b")
+_TOKENS = {"cuda": 16384, "cpu": 512}
+# A dense product large enough to reach the device's rate and small enough to be quick on it.
+_DENSE_SIZE = {"cuda": 8192, "cpu": 1024}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The console script. Returns 0, or 2 where the request cannot be met, with the reason."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments, Console(soft_wrap=True, highlight=False))
+    except ValueError as error:
+        print(f"weft-bench: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weft-bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    layer = commands.add_parser("layer", help="time forward and backward of one layer")
+    layer.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    layer.add_argument("--shape", choices=tuple(SHAPES), nargs="+", help="default: by device")
+    layer.add_argument("--tokens", type=int, help="tokens of the rank; default: by device")
+    layer.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
+    layer.add_argument("--regime", choices=tuple(REGIMES), nargs="+", default=tuple(REGIMES))
+    layer.add_argument("--direction", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
+    layer.set_defaults(run=_run_layer)
+
+    plan = commands.add_parser("plan", help="time the routing plan on the CPU")
+    plan.add_argument("--binary", type=Path, default=DEFAULT_BINARY)
+    plan.add_argument("--filter", default=".", help="a regular expression of benchmark names")
+    plan.set_defaults(run=_run_plan)
+
+    record = commands.add_parser("record", help="benchmark this GPU and write the results file")
+    record.add_argument("--root", type=Path, default=Path(), help="the checkout")
+    record.add_argument("--output", type=Path, required=True, help="JSON; the plot lies beside it")
+    record.add_argument("--tests", type=Path, nargs="*", default=[], help="JUnit reports to count")
+    record.add_argument("--skipped", type=Path, help="a file with a line a test that was not built")
+    record.set_defaults(run=_run_record)
+    return parser
+
+
+def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
+    device = _device(arguments.device)
+    shapes = arguments.shape or (_RECORD_SHAPES if device.type == "cuda" else ("tiny",))
+    tokens = _TOKENS[device.type] if arguments.tokens is None else arguments.tokens
+    if tokens < 1:
+        raise ValueError(f"--tokens {tokens}: at least 1")
+    _measure(
+        shapes,
+        console,
+        device=device,
+        num_tokens=tokens,
+        precision=arguments.precision,
+        regimes=tuple(arguments.regime),
+        directions=tuple(arguments.direction),
+    )
+
+
+def _run_plan(arguments: argparse.Namespace, console: Console) -> None:
+    run_plan_benchmark(arguments.binary, console, arguments.filter)
+
+
+def _run_record(arguments: argparse.Namespace, console: Console) -> None:
+    device = _device("cuda")
+    tests = ledger.count_tests(arguments.tests, arguments.skipped)
+    rows = _measure(
+        _RECORD_SHAPES, console, device=device, num_tokens=_TOKENS["cuda"], precision="bf16"
+    )
+    layer = [row.as_dict() for row in rows]
+    ledger.write_record(
+        arguments.output, root=arguments.root, device=device, tests=tests, layer=layer
+    )
+    console.print(f"wrote {arguments.output} and {arguments.output.with_suffix('.png')}")
+
+
+def _measure(
+    shapes: tuple[str, ...], console: Console, *, device: torch.device, **options
+) -> list[Row]:
+    """Measure shape after shape and print each row as it comes."""
+    console.print(
+        f"{'implementation':<15}{'shape':<7}{'precision':<10}{'direction':<19}{'regime':<8}"
+        f"{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
+    )
+    rows = []
+    for shape in shapes:
+        for row in measure(
+            shape, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
+        ):
+            rows.append(row)
+            speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
+            console.print(
+                f"{row.implementation:<15}{row.shape:<7}{row.precision:<10}{row.direction:<19}"
+                f"{row.regime:<8}{row.ms:>9.3f}{row.tflops:>10.4g}{row.dense_tflops:>9.4g}"
+                f"{row.share_of_dense:>8.1%}{speedup:>9}  {'yes' if row.repeatable else 'no'}"
+            )
+    return rows
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "no CUDA device is visible to torch: use --device cpu, or check nvidia-smi"
+        )
+    return torch.device(name)

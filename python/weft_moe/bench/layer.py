@@ -1,0 +1,234 @@
+"""The layer benchmark: one expert-parallel layer a direction, beside cuBLAS and the unfused layer.
+
+Inputs are random normal, routing is uniformly random over distinct experts, and FLOPs are the
+layer's own arithmetic (`Shape.flops`), so padding or repeated work lowers a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..train.dispatch import ACTIVATION_DTYPES, Dispatch, MoeLayer, make_dispatch
+from .timing import REGIMES, Launch
+
+# Implementation -> dispatch type. The first is the baseline of all others.
+IMPLEMENTATIONS = {"unfused": "torch", "weft": "mega_moe"}
+BASELINE = "unfused"
+
+# Matrix products a direction does per routed row, each 2 * H * I FLOPs. Recomputing brings back
+# gate and up; the down projection is not needed again.
+_PRODUCTS = {"forward": 3, "backward": 6, "backward_recompute": 8}
+DIRECTIONS = tuple(_PRODUCTS)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model the layer's cost depends on."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+    def flops(self, direction: str, num_tokens: int) -> int:
+        """Arithmetic of one rank's call when all its routes are valid and the load is even."""
+        num_rows = num_tokens * self.top_k
+        return _PRODUCTS[direction] * 2 * num_rows * self.hidden * self.intermediate
+
+
+SHAPES = {
+    "30b": Shape(hidden=2048, intermediate=768, num_experts=128, top_k=8),
+    "235b": Shape(hidden=4096, intermediate=1536, num_experts=128, top_k=8),
+    "tiny": Shape(hidden=256, intermediate=128, num_experts=16, top_k=4),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; the fields of an entry under `layer` in a results file."""
+
+    implementation: str
+    shape: str
+    ep: int
+    virtual: bool
+    precision: str
+    direction: str
+    tokens_per_rank: int
+    regime: str
+    ms: float
+    tflops: float
+    dense_tflops: float
+    share_of_dense: float
+    unfused_ms: float | None  # None where the unfused layer cannot run the precision
+    speedup: float | None
+    repeatable: bool
+
+    def as_dict(self) -> dict[str, object]:
+        """The row with its figures rounded to five digits, more than repeat."""
+        return {
+            key: float(f"{value:.5g}") if isinstance(value, float) else value
+            for key, value in asdict(self).items()
+        }
+
+
+class Problem:
+    """Random inputs of one layer on one rank, the same for the same arguments."""
+
+    def __init__(
+        self, shape: Shape, num_tokens: int, precision: str, device: torch.device, seed: int = 0
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        dtype = ACTIVATION_DTYPES[precision]
+
+        def normal(*size: int, std: float = 1.0) -> Tensor:
+            values = torch.randn(size, generator=generator, device=device, dtype=dtype)
+            return values.mul_(std).requires_grad_()
+
+        e, h, i = shape.num_experts, shape.hidden, shape.intermediate
+        self.shape = shape
+        self.num_tokens = num_tokens
+        self.precision = precision
+        self.device = device
+        self.x = normal(num_tokens, h)
+        self.gate_up = normal(e, 2 * i, h, std=h**-0.5)
+        self.down = normal(e, h, i, std=i**-0.5)
+        self.dy = normal(num_tokens, h).detach()
+        scores = torch.rand(num_tokens, e, generator=generator, device=device)
+        top = scores.topk(shape.top_k)
+        self.topk_idx = top.indices
+        self.topk_weights = (top.values / top.values.sum(1, keepdim=True)).requires_grad_()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The arguments of a dispatch."""
+        return self.x, self.topk_idx, self.topk_weights, self.gate_up, self.down
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The inputs that get a gradient."""
+        return self.x, self.topk_weights, self.gate_up, self.down
+
+    def rows_per_expert(self) -> Tensor:
+        return self.topk_idx.flatten().bincount(minlength=self.shape.num_experts)
+
+
+def dispatch_for(implementation: str, problem: Problem, training: bool = True) -> Dispatch:
+    """Raises ValueError, with the reason, where the implementation cannot run the problem."""
+    layer = MoeLayer(
+        num_experts=problem.shape.num_experts,
+        hidden=problem.shape.hidden,
+        intermediate=problem.shape.intermediate,
+        precision=problem.precision,
+        process_group=None,
+        device=problem.device,
+        training=training,
+    )
+    return make_dispatch(IMPLEMENTATIONS[implementation], layer)
+
+
+def make_launch(direction: str, dispatch: Dispatch, problem: Problem) -> Launch:
+    """What one launch of a direction calls."""
+    if direction == "forward":
+        return torch.no_grad()(lambda: dispatch(*problem.inputs))
+    if direction == "backward":
+        y = dispatch(*problem.inputs)
+    else:
+        y = checkpoint(dispatch, *problem.inputs, use_reentrant=False, preserve_rng_state=False)
+    return lambda: torch.autograd.grad(y, problem.leaves, problem.dy, retain_graph=True)
+
+
+def is_repeatable(direction: str, dispatch: Dispatch, problem: Problem) -> bool:
+    """Whether two runs of a direction give the same bits: y, or every gradient."""
+
+    def run() -> tuple[Tensor, ...]:
+        result = make_launch(direction, dispatch, problem)()
+        return result if isinstance(result, tuple) else (result,)
+
+    return all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def dense_launch(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Launch, int]:
+    """A square product of random normal matrices, and its FLOPs."""
+    generator = torch.Generator(device).manual_seed(1)
+    a, b = (
+        torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2)
+    )
+    out = torch.empty_like(a)
+    return lambda: torch.matmul(a, b, out=out), 2 * size**3
+
+
+def measure(
+    shape_name: str,
+    *,
+    num_tokens: int,
+    precision: str,
+    device: torch.device,
+    regimes: tuple[str, ...] = tuple(REGIMES),
+    directions: tuple[str, ...] = DIRECTIONS,
+    dense_size: int,
+    note: Callable[[str], None],
+) -> Iterator[Row]:
+    """Yield the rows of one shape as they are measured: each implementation that can run it.
+
+    Args:
+        shape_name: a key of `SHAPES`.
+        num_tokens: tokens of the one rank.
+        precision: of the layer; the dense product is in its activation dtype.
+        regimes, directions: which to measure.
+        dense_size: rows and columns of the dense product.
+        note: told what is left out and why, and how even the routing is.
+    """
+    problem = Problem(SHAPES[shape_name], num_tokens, precision, device)
+    counts = problem.rows_per_expert()
+    note(
+        f"{shape_name}: {num_tokens} tokens, {counts.sum().item()} routed rows, "
+        f"{counts.min().item()} to {counts.max().item()} an expert"
+    )
+    dispatches: dict[str, dict[str, Dispatch]] = {direction: {} for direction in directions}
+    for implementation in IMPLEMENTATIONS:
+        for direction in directions:
+            try:
+                dispatches[direction][implementation] = dispatch_for(
+                    implementation, problem, training=direction != "forward"
+                )
+            except (ValueError, ImportError) as reason:
+                note(f"{shape_name}: {implementation} {direction} is not measured: {reason}")
+    repeatable = {
+        (direction, implementation): is_repeatable(direction, dispatch, problem)
+        for direction in directions
+        for implementation, dispatch in dispatches[direction].items()
+    }
+
+    for regime in regimes:
+        time_ms = REGIMES[regime]
+        launch, dense_flops = dense_launch(dense_size, ACTIVATION_DTYPES[precision], device)
+        dense_tflops = dense_flops / time_ms(launch, device) / 1e9
+        for direction in directions:
+            flops = problem.shape.flops(direction, num_tokens)
+            unfused_ms = None
+            for implementation, dispatch in dispatches[direction].items():
+                ms = time_ms(make_launch(direction, dispatch, problem), device)
+                if implementation == BASELINE:
+                    unfused_ms = ms
+                yield Row(
+                    implementation=implementation,
+                    shape=shape_name,
+                    ep=1,
+                    virtual=False,
+                    precision=precision,
+                    direction=direction,
+                    tokens_per_rank=num_tokens,
+                    regime=regime,
+                    ms=ms,
+                    tflops=flops / ms / 1e9,
+                    dense_tflops=dense_tflops,
+                    share_of_dense=flops / ms / 1e9 / dense_tflops,
+                    unfused_ms=unfused_ms,
+                    speedup=None if unfused_ms is None else unfused_ms / ms,
+                    repeatable=repeatable[direction, implementation],
+                )

@@ -1,0 +1,380 @@
+"""The trainer's configuration: a TOML file becomes frozen dataclasses, checked on the way.
+
+Every table is a dataclass and every key one of its fields, so this file is the list of all
+options. A key that no dataclass knows is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .dispatch import check_dispatch
+
+DTYPES = ("fp32", "bf16")
+DEVICES = ("cpu", "cuda")
+
+# A token is a byte of text.
+NUM_BYTES = 256
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a Qwen3MoE model; `intermediate` is that of one expert."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+# The Qwen3 sizes are those of the published checkpoints' config.json. "tiny" has one byte a token
+# and sizes that every precision accepts.
+PRESETS = {
+    "tiny": ModelSizes(
+        num_layers=2,
+        hidden=128,
+        intermediate=128,
+        num_experts=8,
+        top_k=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        vocab_size=NUM_BYTES,
+    ),
+    "qwen3-30b-a3b": ModelSizes(
+        num_layers=48,
+        hidden=2048,
+        intermediate=768,
+        num_experts=128,
+        top_k=8,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+    ),
+    "qwen3-235b-a22b": ModelSizes(
+        num_layers=94,
+        hidden=4096,
+        intermediate=1536,
+        num_experts=128,
+        top_k=8,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+    ),
+}
+
+
+def _option(
+    default: Any = dataclasses.MISSING,
+    *,
+    choices: Collection[str] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    limits = {"choices": choices, "minimum": minimum, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """[trainer.model.moe.dispatch]: how tokens reach their experts."""
+
+    type: str = "mega_moe"
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_dispatch(self.type, self.precision)
+
+    @property
+    def label(self) -> str:
+        return f"{self.type} {self.precision}"
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """[trainer.model.moe]"""
+
+    dispatch: DispatchConfig = DispatchConfig()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """[trainer.model]: a preset, and sizes that replace the preset's where they are given."""
+
+    preset: str = _option("tiny", choices=PRESETS)
+    num_layers: int | None = _option(None, minimum=1)
+    hidden: int | None = _option(None, minimum=1)
+    intermediate: int | None = _option(None, minimum=1)
+    num_experts: int | None = _option(None, minimum=1)
+    top_k: int | None = _option(None, minimum=1)
+    num_heads: int | None = _option(None, minimum=1)
+    num_kv_heads: int | None = _option(None, minimum=1)
+    head_dim: int | None = _option(None, minimum=1)
+    vocab_size: int | None = _option(None, minimum=NUM_BYTES)
+    moe: MoeConfig = MoeConfig()
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        if sizes.top_k > sizes.num_experts:
+            raise ValueError(
+                f"top_k = {sizes.top_k} is more than num_experts = {sizes.num_experts}: a token "
+                "goes to different experts"
+            )
+        if sizes.num_heads % sizes.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {sizes.num_heads} is no multiple of num_kv_heads = "
+                f"{sizes.num_kv_heads}: every key head serves as many query heads"
+            )
+        if sizes.head_dim % 2:
+            raise ValueError(f"head_dim = {sizes.head_dim}: rotary embeddings need an even size")
+
+    @property
+    def sizes(self) -> ModelSizes:
+        names = [field.name for field in dataclasses.fields(ModelSizes)]
+        given = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(
+            PRESETS[self.preset], **{name: n for name, n in given.items() if n is not None}
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """[trainer.optimizer]: AdamW with a linear warm-up."""
+
+    learning_rate: float = _option(1e-3, above=0)
+    beta1: float = _option(0.9, minimum=0, below=1)
+    beta2: float = _option(0.95, minimum=0, below=1)
+    weight_decay: float = _option(0.1, minimum=0)
+    max_grad_norm: float = _option(1.0, above=0)
+    warmup_steps: int = _option(0, minimum=0)
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """[trainer.compare]: train a second time, from the same seed, with another dispatch.
+
+    The two runs agree when no step's losses differ by more than `tolerance`, relative to the
+    second run's loss. Without `precision` the second run takes that of the first.
+
+    Two sound dispatches round differently. In fp32 that shows in the last digits, and now and then
+    it sends a token to another expert. In bf16 it is coarser to begin with, and training amplifies
+    it step by step: compare in fp32, or in bf16 over few steps.
+    """
+
+    type: str
+    tolerance: float = _option(above=0)
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """[trainer]"""
+
+    steps: int = _option(minimum=1)
+    # Ranks to start where no launcher has started them; without it, as many as `ep`.
+    num_ranks: int | None = _option(None, minimum=1)
+    # Ranks that share the experts; it divides the number of ranks.
+    ep: int = _option(1, minimum=1)
+    device: str = _option("cpu", choices=DEVICES)
+    # Compute type of everything outside the experts; parameters and AdamW's state are fp32.
+    dtype: str = _option("fp32", choices=DTYPES)
+    checkpoint_activations: bool = False
+    seed: int = _option(0, minimum=0)
+    # Steps between two lines of progress.
+    log_every: int = _option(10, minimum=1)
+    # Folder for the loss plot and losses.csv.
+    output: str = "runs"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    model: ModelConfig = ModelConfig()
+    compare: CompareConfig | None = None
+
+    @property
+    def dispatches(self) -> list[DispatchConfig]:
+        """The dispatch of each run, one run or two."""
+        first = self.model.moe.dispatch
+        if self.compare is None:
+            return [first]
+        return [first, DispatchConfig(self.compare.type, self.compare.precision or first.precision)]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """[data]: byte-level text."""
+
+    # A file, or a folder whose files are all read; without it, Python's standard library.
+    path: str | None = None
+    max_bytes: int = _option(1 << 22, minimum=1)
+    # Sequences a step over all ranks together, so that a run does not depend on their number.
+    batch_size: int = _option(8, minimum=1)
+    sequence_length: int = _option(128, minimum=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole configuration file."""
+
+    trainer: TrainerConfig
+    data: DataConfig = DataConfig()
+
+    def __post_init__(self) -> None:
+        trainer = self.trainer
+        num_ranks = trainer.num_ranks or trainer.ep
+        if num_ranks % trainer.ep:
+            raise ConfigError(
+                f"[trainer] num_ranks = {num_ranks} does not divide into groups of ep = "
+                f"{trainer.ep}: choose an ep that divides num_ranks"
+            )
+        num_experts = trainer.model.sizes.num_experts
+        if num_experts % trainer.ep:
+            raise ConfigError(
+                f"[trainer] ep = {trainer.ep} ranks cannot share {num_experts} experts evenly: "
+                f"choose an ep that divides {num_experts}"
+            )
+        try:
+            dispatches = trainer.dispatches
+        except ValueError as error:
+            raise ConfigError(f"[trainer.compare] {error}") from error
+        if len(dispatches) == 2 and dispatches[0] == dispatches[1]:
+            raise ConfigError(
+                f"[trainer.compare] would repeat the run {dispatches[0].label!r}: choose another "
+                "type or precision than [trainer.model.moe.dispatch], or leave the table out"
+            )
+
+    def check_world(self, num_ranks: int) -> None:
+        """Refuse a number of running ranks that this configuration cannot be run on.
+
+        Raises:
+            ConfigError: num_ranks contradicts [trainer], or the batch does not divide by it.
+        """
+        trainer = self.trainer
+        if trainer.num_ranks not in (None, num_ranks):
+            raise ConfigError(
+                f"[trainer] num_ranks = {trainer.num_ranks}, but {num_ranks} ranks were started: "
+                "start as many, or leave the key out"
+            )
+        if num_ranks % trainer.ep:
+            raise ConfigError(
+                f"[trainer] ep = {trainer.ep} does not divide the {num_ranks} ranks that were "
+                "started: choose an ep that does"
+            )
+        if self.data.batch_size % num_ranks:
+            raise ConfigError(
+                f"[data] batch_size = {self.data.batch_size} cannot be shared evenly by "
+                f"{num_ranks} ranks: choose a multiple of {num_ranks}"
+            )
+
+
+def load_config(path: str | Path, overrides: Collection[str] = ()) -> Config:
+    """Read a configuration file.
+
+    Args:
+        path: a TOML file.
+        overrides: lines such as 'trainer.steps = 5', TOML themselves, that replace the file's keys.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML; a table or key is unknown or missing;
+            a value has the wrong type or range; values contradict each other.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+    for line in overrides:
+        try:
+            tables = _merged(tables, tomllib.loads(line))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(
+                f"override {line!r} is no TOML ({error}): write key = value, "
+                "with quotes around text"
+            ) from error
+    return parse_config(tables)
+
+
+def parse_config(tables: Mapping[str, Any]) -> Config:
+    """Check the nested tables of a configuration and turn them into a `Config`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return _parse(Config, tables, "")
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    return base | {key: _merged(base.get(key), value) for key, value in over.items()}
+
+
+def _parse(cls: type, table: Any, where: str) -> Any:
+    title = f"[{where}]" if where else "the file"
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{title} = {table!r}: a table is needed")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in table:
+        if key not in fields:
+            raise ConfigError(f"{title} has an unknown key {key!r}: known are {', '.join(fields)}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, field in fields.items():
+        path = f"{where}.{name}".lstrip(".")
+        # X | None only marks an optional key: TOML has no null.
+        kind: Any = next(t for t in _alternatives(hints[name]) if t is not types.NoneType)
+        required = field.default is dataclasses.MISSING
+        if name not in table and not required:
+            continue
+        if dataclasses.is_dataclass(kind):
+            values[name] = _parse(kind, table.get(name, {}), path)
+        elif name in table:
+            values[name] = _value(kind, table[name], f"{title} {name}", field.metadata)
+        else:
+            raise ConfigError(f"{title} lacks the key {name!r}")
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{title} {error}") from error
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _value(kind: type, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
+    accepted = (int, float) if kind is float else kind
+    # bool is an int to Python, not to a reader of a configuration.
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+        raise ConfigError(f"{key} = {value!r}: {names[kind]} is needed")
+    choices, minimum = limits.get("choices"), limits.get("minimum")
+    above, below = limits.get("above"), limits.get("below")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{key} = {value!r}: choose one of {', '.join(map(repr, choices))}")
+    # Written so that nan, which compares false with everything, is refused as well.
+    if minimum is not None and not value >= minimum:
+        raise ConfigError(f"{key} = {value!r}: must be at least {minimum}")
+    if above is not None and not value > above:
+        raise ConfigError(f"{key} = {value!r}: must be more than {above}")
+    if below is not None and not value < below:
+        raise ConfigError(f"{key} = {value!r}: must be less than {below}")
+    return kind(value)

@@ -1,0 +1,83 @@
+#include "api/backends.hpp"
+
+#include "api/validate.hpp"
+#include "core/status.hpp"
+#if WEFT_HAS_CUDA
+#include "cuda/launch/layer.hpp"
+#endif
+#if WEFT_HAS_CPU
+#include "reference/layer.hpp"
+#endif
+
+namespace weft {
+namespace {
+
+#if WEFT_HAS_CPU
+
+void check_cpu(const weft_config&) {
+#if defined(__AVX2__)
+  require(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), WEFT_UNSUPPORTED,
+          "this build needs a processor with AVX2 and FMA; rebuild with -DWEFT_CPU_ARCH= for this one");
+#endif
+}
+
+std::unique_ptr<BackendLayer> make_cpu(const weft_config& config) {
+  constexpr int32_t kDefaultMatrixWorkers = 2;
+  ReferenceOptions options{};
+  options.recipe = &recipe_of(config.precision);
+  options.shape = shape_of(config);
+  options.clamp_limit = config.clamp_limit;
+  options.overlapped = config.schedule == WEFT_SCHEDULE_OVERLAPPED;
+  options.num_matrix_workers = config.num_workers > 0 ? config.num_workers : kDefaultMatrixWorkers;
+  options.deadline_s = deadline_or_default(config.deadline_s);
+  return make_reference_layer(options);
+}
+
+#else
+
+void check_cpu(const weft_config&) {
+  throw Error(WEFT_UNSUPPORTED, "this build has no CPU backend; install Eigen 3.4 and build again");
+}
+std::unique_ptr<BackendLayer> make_cpu(const weft_config&) { return nullptr; }
+
+#endif
+
+#if WEFT_HAS_CUDA
+
+CudaOptions cuda_options(const weft_config& config) {
+  return {&recipe_of(config.precision),          shape_of(config), config.clamp_limit, config.save, config.num_workers,
+          deadline_or_default(config.deadline_s)};
+}
+void check_cuda(const weft_config& config) {
+  const std::string reason = cuda_unsupported(cuda_options(config));
+  require(reason.empty(), WEFT_UNSUPPORTED, reason);
+}
+std::unique_ptr<BackendLayer> make_cuda(const weft_config& config) { return make_cuda_layer(cuda_options(config)); }
+
+#else
+
+void check_cuda(const weft_config&) {
+  throw Error(WEFT_UNSUPPORTED, "this build has no CUDA backend; use WEFT_BACKEND_CPU (device \"cpu\")");
+}
+std::unique_ptr<BackendLayer> make_cuda(const weft_config&) { return nullptr; }
+
+#endif
+
+}  // namespace
+
+void check_backend(const weft_config& config) {
+  return config.backend == WEFT_BACKEND_CPU ? check_cpu(config) : check_cuda(config);
+}
+
+void check_backend_backward(const weft_config& config) {
+  require(
+      config.backend == WEFT_BACKEND_CPU, WEFT_UNSUPPORTED,
+      "the CUDA backend has no backward yet; train with device \"cpu\", or run the forward alone (torch.no_grad())");
+}
+
+std::unique_ptr<BackendLayer> make_backend_layer(const weft_config& config) {
+  check_backend(config);
+  return config.backend == WEFT_BACKEND_CPU ? make_cpu(config) : make_cuda(config);
+}
+
+}  // namespace weft

@@ -1,0 +1,22 @@
+// Which backend runs a configuration, and in words why one cannot.
+#pragma once
+
+#include <memory>
+
+#include "layout/backend.hpp"
+#include "weft/weft.h"
+
+namespace weft {
+
+inline constexpr double kDefaultDeadline = 300;  // seconds
+inline double deadline_or_default(double deadline_s) { return deadline_s > 0 ? deadline_s : kDefaultDeadline; }
+
+// Throws Error(WEFT_UNSUPPORTED) unless this build on this machine can run a valid configuration.
+void check_backend(const weft_config& config);
+
+// The same for its backward.
+void check_backend_backward(const weft_config& config);
+
+std::unique_ptr<BackendLayer> make_backend_layer(const weft_config& config);
+
+}  // namespace weft

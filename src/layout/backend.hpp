@@ -1,0 +1,45 @@
+// BackendLayer: what a backend gives the C ABI - one layer on one rank. The caller (api/) has validated the arguments
+// and meets the other ranks between stage and forward or backward.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout/symmetric.hpp"
+#include "weft/weft.h"
+
+namespace weft {
+
+// Base addresses of every rank's symmetric memory, as mapped here.
+struct RankMemory {
+  ControlBlock* const* controls;
+  std::byte* const* flags;
+  std::byte* const* data;
+};
+
+class BackendLayer {
+ public:
+  virtual ~BackendLayer() = default;
+
+  // Bytes for weft_sizes; independent of routing.
+  virtual int64_t workspace_bytes() const = 0;
+  virtual int64_t saved_bytes() const = 0;
+  virtual int64_t symmetric_data_bytes() const = 0;
+  virtual int64_t symmetric_flag_bytes() const = 0;
+
+  // Makes what outlives calls; when the layer is created, not when one is only asked for its sizes.
+  virtual void prepare() {}
+
+  // Throws the fault that a device has found since the last call, if any. Does not wait for it.
+  virtual void check_reported() {}
+
+  // Puts this rank's inputs where peers read them; before the entry barrier. dy: null in a forward.
+  virtual void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy) = 0;
+
+  // Between the entry barrier of `epoch` and the return. They return the epochs (passes) used. Throw Error:
+  // WEFT_STALLED when a peer stays away; WEFT_INVALID_ARGUMENT, on all ranks alike, for an expert index out of range.
+  virtual int32_t forward(const RankMemory& memory, uint32_t epoch, weft_forward_args& args) = 0;
+  virtual int32_t backward(const RankMemory& memory, uint32_t epoch, weft_backward_args& args) = 0;
+};
+
+}  // namespace weft

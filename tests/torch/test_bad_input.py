@@ -1,0 +1,348 @@
+"""Refusals say what was wrong, the value, what is allowed and the remedy; none hangs the others."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import weft_moe as weft
+from cases import make_problem, random_routing
+from ranks import run_ranks
+
+HIDDEN, INTERMEDIATE, E, K, T = 64, 128, 4, 2, 5
+
+
+def arguments(**changes):
+    """A good call of one rank, but for the changes."""
+    e = changes.pop("local_experts", E)
+    good = {
+        "x": torch.randn(T, HIDDEN).bfloat16(),
+        "topk_idx": torch.zeros(T, K, dtype=torch.int64),
+        "topk_weights": torch.ones(T, K),
+        "gate_up": torch.randn(e, 2 * INTERMEDIATE, HIDDEN).bfloat16(),
+        "down": torch.randn(e, HIDDEN, INTERMEDIATE).bfloat16(),
+        "num_experts": E,
+    }
+    return good | changes
+
+
+def refusal(**changes) -> str:
+    with pytest.raises(ValueError) as caught:
+        weft.moe(**arguments(**changes))
+    return str(caught.value)
+
+
+def sized(hidden, intermediate, dtype=torch.bfloat16, **others):
+    return {
+        "x": torch.zeros(T, hidden, dtype=dtype),
+        "gate_up": torch.zeros(E, 2 * intermediate, hidden, dtype=dtype),
+        "down": torch.zeros(E, hidden, intermediate, dtype=dtype),
+    } | others
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (sized(60, 64), "hidden is 60; precision bf16 allows positive multiples of 64"),
+        (sized(64, 96), "intermediate is 96; precision bf16 allows positive multiples of 64"),
+        (
+            sized(192, 128, precision="fp8"),
+            "hidden is 192; precision fp8 allows positive multiples of 128",
+        ),
+        ({"num_experts": 1, "local_experts": 1}, "top_k is 2; allowed: 1 to 1"),
+        (
+            {
+                "num_experts": 64,
+                "local_experts": 64,
+                "topk_idx": torch.zeros(T, 33, dtype=torch.int64),
+                "topk_weights": torch.ones(T, 33),
+            },
+            "top_k is 33; allowed: 1 to 32",
+        ),
+        ({"x": torch.randn(T, HIDDEN)}, "x has dtype torch.float32, must be torch.bfloat16"),
+        (
+            sized(HIDDEN, INTERMEDIATE, torch.bfloat16, precision="fp32"),
+            "x has dtype torch.bfloat16, must be torch.float32",
+        ),
+        (
+            {"topk_idx": torch.zeros(T, K)},
+            "topk_idx has dtype torch.float32, must be torch.int32",
+        ),
+        (
+            {"topk_weights": torch.ones(T, K).bfloat16()},
+            "topk_weights has dtype torch.bfloat16, must be torch.float32",
+        ),
+        (
+            {"down": torch.zeros(E, HIDDEN, INTERMEDIATE)},
+            "down has dtype torch.float32, must be torch.bfloat16",
+        ),
+        (
+            {"x": torch.randn(HIDDEN, T).bfloat16().t()},
+            "x has strides [1, 5] for shape [5, 64]: it must be contiguous (call .contiguous())",
+        ),
+        (
+            {"gate_up": torch.randn(E, HIDDEN, 2 * INTERMEDIATE).bfloat16().transpose(1, 2)},
+            "gate_up has strides",
+        ),
+        (
+            {"x": torch.randn(2, T, HIDDEN).bfloat16()},
+            "x has shape [2, 5, 64], must be [T, H]",
+        ),
+        (
+            {"topk_idx": torch.zeros(T + 1, K, dtype=torch.int32)},
+            "topk_idx has shape [6, 2], must be [T, K] = [5, 2]",
+        ),
+        (
+            {"topk_weights": torch.ones(T, K + 1)},
+            "topk_weights has shape [5, 3], must be [T, K] = [5, 2]",
+        ),
+        (
+            {"gate_up": torch.zeros(E, INTERMEDIATE, HIDDEN).bfloat16()},
+            "gate_up has shape [4, 128, 64], must be [e, 2I, H] = [4, 256, 64]",
+        ),
+        (
+            {"down": torch.zeros(E + 1, HIDDEN, INTERMEDIATE).bfloat16()},
+            "down has shape [5, 64, 128], must be [e, H, I] = [4, 64, 128]",
+        ),
+        (
+            {"topk_weights": torch.ones(T, K, device="meta")},
+            "a tensor of shape (5, 2) is on meta, x is on cpu: all tensors of a call must be on",
+        ),
+        ({"precision": "fp16"}, "precision = 'fp16': choose one of 'fp64', 'fp32', 'bf16', 'fp8'"),
+        ({"save": "z"}, "save = 'z': choose one of 'gate_up', 'inputs'"),
+        ({"activation": "gelu"}, "activation = 'gelu': choose 'swiglu'"),
+        ({"clamp_limit": 0.0}, "clamp_limit = 0.0: a limit is above 0, None is no limit"),
+        (
+            {
+                "main_grad": (
+                    torch.zeros(E, 2 * INTERMEDIATE, HIDDEN),
+                    torch.zeros(E, HIDDEN, INTERMEDIATE).bfloat16(),
+                )
+            },
+            "main_grad[1] has dtype torch.bfloat16, must be torch.float32",
+        ),
+        (
+            {
+                "main_grad": (
+                    torch.zeros(E, HIDDEN, 2 * INTERMEDIATE),
+                    torch.zeros(E, HIDDEN, INTERMEDIATE),
+                )
+            },
+            "main_grad[0] has shape [4, 64, 256], must be [e, 2I, H] = [4, 256, 64]",
+        ),
+        (
+            {"group": weft.virtual_ep_group(1, max_tokens=4)},
+            "x has 5 tokens, the group was made for 4: pass the most tokens that a rank ever "
+            "brings as ep_group(..., max_tokens=)",
+        ),
+    ],
+)
+def test_words(changes, words):
+    assert words in refusal(**changes)
+
+
+@pytest.mark.parametrize("index", [E, E + 2**32, -2, 2**31])
+def test_index_out_of_range_names_token_and_slot(index):
+    topk_idx = torch.zeros(T, K, dtype=torch.int64)
+    topk_idx[3, 1] = index
+    words = refusal(topk_idx=topk_idx)
+    shown = min(max(index, -(2**31)), 2**31 - 1)
+    assert f"topk_idx of rank 0 at token 3, slot 1 is {shown}; allowed: 0 to 3, or -1" in words
+
+
+def test_experts_that_the_ranks_cannot_share():
+    x, idx, weights = (
+        [torch.zeros(T, HIDDEN).bfloat16()] * 3,
+        [torch.zeros(T, 1).int()] * 3,
+        [torch.ones(T, 1)] * 3,
+    )
+    gate_up, down = (
+        [torch.zeros(1, 2 * INTERMEDIATE, HIDDEN).bfloat16()] * 3,
+        [torch.zeros(1, HIDDEN, INTERMEDIATE).bfloat16()] * 3,
+    )
+    group = weft.virtual_ep_group(3)
+    words = "num_experts is 4; it must be a positive multiple of ep_size = 3"
+    with pytest.raises(ValueError, match=words):
+        weft.moe(x, idx, weights, gate_up, down, group=group, num_experts=4)
+    with pytest.raises(ValueError, match="num_experts = 4 cannot be shared evenly by 3 "):
+        weft.MoE(HIDDEN, INTERMEDIATE, 4, 1, group=group)
+
+
+def test_lists_need_one_entry_a_rank():
+    group = weft.virtual_ep_group(2)
+    a_list = {
+        name: [value] for name, value in arguments(local_experts=2).items() if name != "num_experts"
+    }
+    with pytest.raises(ValueError, match="a list of 1 tensors for a group that runs 2 ranks here"):
+        weft.moe(**a_list, num_experts=4, group=group)
+
+
+def test_virtual_ranks_are_named():
+    group = weft.virtual_ep_group(2)
+    good = [arguments(local_experts=2), arguments(local_experts=2)]
+    good[1]["x"] = good[1]["x"].float()
+    lists = {name: [rank[name] for rank in good] for name in good[0] if name != "num_experts"}
+    with pytest.raises(
+        ValueError, match="x of rank 1 has dtype torch.float32, must be torch.bfloat16"
+    ):
+        weft.moe(**lists, num_experts=4, group=group)
+
+
+def test_module_and_group_arguments():
+    with pytest.raises(ValueError, match="top_k = 5: must be 1 to 4 with 4 experts"):
+        weft.MoE(HIDDEN, INTERMEDIATE, 4, 5)
+    with pytest.raises(ValueError, match="ep_size = 65: a group has 1 to 64 ranks"):
+        weft.virtual_ep_group(65)
+    with pytest.raises(ValueError, match="device = 'mps': choose one of 'cpu', 'cuda'"):
+        weft.virtual_ep_group(2, device="mps")
+    with pytest.raises(ValueError, match="main_grad on the parameters instead"):
+        weft.MoE(
+            HIDDEN, INTERMEDIATE, 4, 2, group=weft.virtual_ep_group(2), grad_dtype=torch.float32
+        )
+    with pytest.raises(TypeError, match="only a virtual group of several ranks"):
+        weft.virtual_ep_group(1)[0]
+
+
+def test_a_call_that_failed_leaves_the_group_usable():
+    group = weft.virtual_ep_group(1)
+    refusal(group=group, x=torch.randn(T, HIDDEN))
+    refusal(group=group, topk_idx=torch.full((T, K), E))
+    assert weft.moe(**arguments(group=group)).shape == (T, HIDDEN)
+
+
+def test_more_memory_than_there_is():
+    group = weft.virtual_ep_group(1, max_tokens=2**27)
+    with pytest.raises(MemoryError, match=r"[0-9]{10,} bytes"):
+        weft.moe(**arguments(group=group, **sized(2**15, 64)))
+
+
+def _one_rank_is_wrong(rank, cases):
+    """Rank 1 makes each wrong call, rank 0 the good one; then both make the good one."""
+    group = weft.ep_group(dist.group.WORLD, max_tokens=T, deadline_s=20.0)
+    said = []
+    for changes in cases:
+        changes = changes if rank == 1 else {}
+        try:
+            weft.moe(**arguments(local_experts=E // 2, group=group, **changes))
+            said.append(None)
+        except (ValueError, RuntimeError) as error:
+            said.append((type(error), str(error)))
+    return said
+
+
+def test_one_wrong_rank_is_heard_by_the_others():
+    cases = {
+        # At the first call there is no layer yet.
+        "x has shape [5], must be [T, H]": {"x": torch.randn(T)},
+        "x has dtype torch.float32": {"x": torch.randn(T, HIDDEN)},
+        "x has strides": {"x": torch.randn(HIDDEN, T).bfloat16().t()},
+        "down has shape": {"down": torch.zeros(1, HIDDEN, INTERMEDIATE).bfloat16()},
+        "x has 6 tokens, the group was made for 5": {
+            "x": torch.randn(T + 1, HIDDEN).bfloat16(),
+            "topk_idx": torch.zeros(T + 1, K, dtype=torch.int64),
+            "topk_weights": torch.ones(T + 1, K),
+        },
+    }
+    good, wrong = run_ranks(_one_rank_is_wrong, 2, [*cases.values(), {}])
+    assert good[-1] is wrong[-1] is None
+    for words, heard, said in zip(cases, good, wrong, strict=False):
+        assert said[0] is ValueError and words in said[1]
+        assert heard[0] is RuntimeError and "rank 1 refused" in heard[1] and words in heard[1]
+
+
+def test_an_index_out_of_range_is_named_by_all_ranks():
+    cases = [{"topk_idx": torch.full((T, K), E)}, {}]
+    for wrong, good in run_ranks(_one_rank_is_wrong, 2, cases):
+        assert "topk_idx of rank 1 at token 0, slot 0 is 4; allowed: 0 to 3" in wrong[1]
+        assert good is None
+
+
+def _ranks_disagree(rank, changes):
+    group = weft.ep_group(dist.group.WORLD, max_tokens=T, deadline_s=20.0)
+    with pytest.raises(ValueError) as caught:
+        share = {
+            name: value[: E // 2]
+            for name, value in changes[rank].items()
+            if name in ("gate_up", "down")
+        }
+        weft.moe(**arguments(local_experts=E // 2, group=group) | changes[rank] | share)
+    assert weft.moe(**arguments(local_experts=E // 2, group=group)).shape == (T, HIDDEN)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            (sized(128, 128), sized(128, 128, precision="fp8_bwd")),
+            "ranks disagree on precision: rank 0 has 2, rank 1 has 4",
+        ),
+        (({"clamp_limit": 7.0}, {"clamp_limit": 8.0}), "ranks disagree on clamp_limit"),
+        (
+            (sized(HIDDEN, INTERMEDIATE), sized(2 * HIDDEN, INTERMEDIATE)),
+            "ranks disagree on hidden: rank 0 has 64, rank 1 has 128",
+        ),
+    ],
+)
+def test_ranks_that_disagree_all_report(changes, words):
+    for said in run_ranks(_ranks_disagree, 2, changes):
+        assert words in said
+
+
+def _one_rank_dies(rank):
+    group = weft.ep_group(dist.group.WORLD, max_tokens=T, deadline_s=2.0)
+    weft.moe(**arguments(local_experts=E // 2, group=group))
+    dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        weft.moe(**arguments(local_experts=E // 2, group=group))
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_rank_that_dies_is_named_within_the_deadline():
+    words, seconds = run_ranks(_one_rank_dies, 2, may_die=[1])[0]
+    assert "rank 1" in words
+    assert 1.0 < seconds < 5.0
+
+
+def _a_rank_never_comes(rank):
+    if rank == 1:
+        dist.all_gather_object([None, None], ("", platform.node()))  # as ep_group does, and no more
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        weft.ep_group(dist.group.WORLD, deadline_s=1.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes_is_named_within_the_deadline():
+    words = run_ranks(_a_rank_never_comes, 2)[0]
+    assert "rank 1" in words and "within 1 s" in words
+
+
+def _another_machine(rank):
+    if rank == 1:
+        dist.all_gather_object(
+            [None, None], ("", "elsewhere")
+        )  # as ep_group does, but on another machine
+        return ""
+    with pytest.raises(ValueError) as caught:
+        weft.ep_group(dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_ranks_of_several_machines():
+    words = run_ranks(_another_machine, 2)[0]
+    assert "an expert-parallel group lives within one machine, these ranks are on" in words
+    assert "elsewhere" in words
+
+
+def test_reference_problem_is_good():
+    """The calls above fail for what they change, not for what they share."""
+    assert weft.moe(**arguments()).shape == (T, HIDDEN)
+    assert make_problem(random_routing(E, K, [T]), HIDDEN, INTERMEDIATE).x[0].shape == (T, HIDDEN)

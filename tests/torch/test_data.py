@@ -1,0 +1,82 @@
+"""Text as bytes, and its batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from weft_moe.train.config import DataConfig
+from weft_moe.train.data import Batches, load_text
+
+
+def test_default_text_is_the_standard_library_in_a_fixed_order():
+    text = load_text(None, max_bytes=1 << 16)
+    assert len(text) == 1 << 16
+    assert b"import" in text.tobytes()
+    assert load_text(None, max_bytes=1 << 16).tobytes() == text.tobytes()
+
+
+def test_a_file_is_read_up_to_the_limit(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_bytes(b"warp and weft")
+    assert load_text(str(file), 100).tobytes() == b"warp and weft"
+    assert load_text(str(file), 4).tobytes() == b"warp"
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.txt").write_bytes(b"three")
+    (tmp_path / "c.txt").write_bytes(b"four")
+    (tmp_path / "a.txt").write_bytes(b"one")
+    assert load_text(str(tmp_path), 100).tobytes() == b"onethreefour"
+    assert load_text(str(tmp_path), 5).tobytes() == b"oneth"
+
+
+def test_missing_empty_and_short_texts_are_refused(tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(ValueError, match=r"data.path = '.*empty.txt' is empty: name a file"):
+        load_text(str(empty), 100)
+    with pytest.raises(ValueError, match=r"data.path = '.*' is empty"):
+        load_text(str(tmp_path), 100)
+    with pytest.raises(ValueError, match=r"data.path = 'nowhere' does not exist"):
+        load_text("nowhere", 100)
+    empty.write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"the text has 5 bytes, .* = 128 needs 129"):
+        Batches(DataConfig(path=str(empty)), seed=0, rank=0, num_ranks=1)
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "counting.txt"
+    file.write_bytes(bytes(range(256)) * 4)
+    return DataConfig(path=str(file), batch_size=4, sequence_length=16)
+
+
+def test_targets_are_the_next_bytes(config):
+    inputs, targets = Batches(config, seed=0, rank=0, num_ranks=1)[0]
+    assert inputs.shape == targets.shape == (4, 16)
+    assert inputs.dtype == torch.int64
+    assert torch.equal((inputs + 1) % 256, targets)
+
+
+def test_batches_follow_from_seed_and_step(config):
+    batches = Batches(config, seed=0, rank=0, num_ranks=1)
+    assert torch.equal(batches[3][0], Batches(config, seed=0, rank=0, num_ranks=1)[3][0])
+    assert not torch.equal(batches[3][0], batches[4][0])
+    assert not torch.equal(batches[3][0], Batches(config, seed=1, rank=0, num_ranks=1)[3][0])
+
+
+def test_ranks_share_the_batch_of_one_rank(config):
+    whole = Batches(config, seed=0, rank=0, num_ranks=1)[7][0]
+    shares = [Batches(config, seed=0, rank=rank, num_ranks=2)[7][0] for rank in range(2)]
+    assert not torch.equal(*shares)
+    assert torch.equal(torch.cat(shares), whole)
+
+
+def test_the_last_window_is_reachable(tmp_path):
+    file = tmp_path / "one_window.txt"
+    file.write_bytes(b"abcde")
+    config = DataConfig(path=str(file), batch_size=2, sequence_length=4)
+    inputs, targets = Batches(config, seed=0, rank=0, num_ranks=1)[0]
+    assert bytes(inputs[1].tolist()) == b"abcd"
+    assert bytes(targets[1].tolist()) == b"bcde"

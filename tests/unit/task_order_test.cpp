@@ -1,0 +1,314 @@
+// The task order against its promises, over every routing, direction, selection of work and tiling: each tile once, no
+// task before what it waits for, every counter ends at what its waiters expect, and each weight gradient is made in the
+// passes that hold its expert's rows.
+#include "schedule/task_order.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cases/planned.hpp"
+
+namespace weft {
+namespace {
+
+using cases::RankPlan;
+using cases::Routing;
+
+constexpr int64_t kHidden = 384;
+constexpr int64_t kIntermediate = 256;
+constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}};
+
+// One way of calling the layer.
+struct CallShape {
+  Direction direction;
+  Work work;
+  Tiling tiling;
+};
+
+std::vector<CallShape> call_shapes() {
+  std::vector<CallShape> calls;
+  for (const Tiling& tiling : {kReferenceTiling, kWideTiling}) {
+    calls.push_back({Direction::kForward, kForwardWork, tiling});
+    for (int bits = 0; bits < 8; ++bits) {
+      calls.push_back({Direction::kBackward, {true, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0}, tiling});
+    }
+    calls.push_back({Direction::kBackward, {false, false, true, true}, tiling});
+  }
+  return calls;
+}
+
+// check(order of one pass) for every pass of every rank, routing and call; `each_plan` first sees the plan and call.
+template <class EachPlan, class EachPass>
+void for_each_order(EachPlan each_plan, EachPass each_pass) {
+  std::vector<cases::NamedRouting> routings = cases::adversarial_routings();
+  for (cases::NamedRouting& routing : cases::random_routings(10)) routings.push_back(std::move(routing));
+  for (const cases::NamedRouting& named : routings) {
+    SCOPED_TRACE(named.name);
+    const Routing routing = named.make();
+    // Ranks differ in nothing but their routes: the ends of a large group stand for all.
+    for (const int32_t rank : std::set<int32_t>{0, routing.ep_size() / 2, routing.ep_size() - 1}) {
+      const RankPlan plan(routing, rank, kHidden, kIntermediate);
+      for (const CallShape& call : call_shapes()) {
+        SCOPED_TRACE(testing::Message() << "rank " << rank << ", direction " << static_cast<int>(call.direction)
+                                        << ", work " << call.work.combine << call.work.dgrad << call.work.down_wgrad
+                                        << call.work.gate_up_wgrad << ", down tile " << call.tiling.cols[1]);
+        each_plan(*plan, call);
+        const int64_t own_tokens = routing.num_tokens[static_cast<size_t>(rank)];
+        for (int32_t pass = 0; pass < *plan->num_passes; ++pass) {
+          each_pass(TaskOrder(*plan, call.direction, pass, own_tokens, call.work, call.tiling), call);
+          if (testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+template <class EachPass>
+void for_each_order(EachPass each_pass) {
+  for_each_order([](const Plan&, const CallShape&) {}, each_pass);
+}
+
+int32_t tiles(int64_t size, int32_t tile) { return static_cast<int32_t>((size + tile - 1) / tile); }
+
+// Columns of the outputs of a stage, from the products of src/schedule/task_order.hpp.
+int64_t output_cols(TaskKind kind) {
+  switch (kind) {
+    case TaskKind::kGateUp:
+    case TaskKind::kDownDgrad:
+    case TaskKind::kDownWgrad:
+      return kIntermediate;
+    default:
+      return kHidden;
+  }
+}
+// Tiles down the weight that a wgrad fills: ddown is [H, I], dgate_up is [2I, H] with gate and up tiled apart.
+int32_t weight_tiles(TaskKind kind) {
+  return kind == TaskKind::kDownWgrad ? tiles(kHidden, kBlockRows) : 2 * tiles(kIntermediate, kBlockRows);
+}
+
+std::vector<TaskKind> kinds_of(const CallShape& call) {
+  if (call.direction == Direction::kForward) return {TaskKind::kGateUp, TaskKind::kDown};
+  std::vector<TaskKind> kinds{TaskKind::kDownDgrad};
+  if (call.work.dgrad) kinds.push_back(TaskKind::kGateUpDgrad);
+  if (call.work.down_wgrad) kinds.push_back(TaskKind::kDownWgrad);
+  if (call.work.gate_up_wgrad) kinds.push_back(TaskKind::kGateUpWgrad);
+  return kinds;
+}
+
+using TileKey = std::tuple<TaskKind, int32_t, int32_t, int32_t>;  // kind, local expert, m, n
+
+TEST(TaskOrder, EachTileOfThePassOnce) {
+  std::set<std::pair<TaskKind, int32_t>> made_empty;  // weight gradients of experts without rows, over the passes
+  for_each_order(
+      [&](const Plan&, const CallShape&) { made_empty.clear(); },
+      [&](const TaskOrder& order, const CallShape& call) {
+        std::set<TileKey> seen;
+        for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
+          const MatrixTask task = order.matrix_task(ticket);
+          ASSERT_TRUE(seen.emplace(task.kind, task.local_expert, task.m_tile, task.n_tile).second) << "task " << ticket;
+        }
+        const Plan& plan = order.plan();
+        size_t num_expected = 0;
+        for (int32_t expert = 0; expert < plan.shape.num_local_experts(); ++expert) {
+          std::vector<int32_t> blocks;  // of the expert, in the window of this pass
+          for (int32_t b = plan.expert_block_begin[expert]; b < plan.expert_block_begin[expert + 1]; ++b) {
+            if (b / plan.shape.capacity_blocks == order.pass()) blocks.push_back(b);
+          }
+          for (const TaskKind kind : kinds_of(call)) {
+            std::vector<int32_t> m_tiles = blocks;
+            if (is_wgrad(kind)) {
+              const bool empty_expert_here = plan.expert_rows[expert] == 0 && seen.contains({kind, expert, 0, 0});
+              ASSERT_TRUE(!empty_expert_here || made_empty.emplace(kind, expert).second) << "expert " << expert;
+              m_tiles.clear();
+              const bool made = !blocks.empty() || empty_expert_here;
+              for (int32_t m = 0; made && m < weight_tiles(kind); ++m) m_tiles.push_back(m);
+            }
+            for (const int32_t m : m_tiles) {
+              for (int32_t n = 0; n < tiles(output_cols(kind), order.tile_cols(kind)); ++n, ++num_expected) {
+                ASSERT_TRUE(seen.contains({kind, expert, m, n})) << "expert " << expert << ", m " << m << ", n " << n;
+              }
+            }
+          }
+          const bool is_last = order.last_pass() && plan.expert_rows[expert] == 0;
+          ASSERT_TRUE(!is_last || !call.work.down_wgrad || made_empty.contains({TaskKind::kDownWgrad, expert}));
+          ASSERT_TRUE(!is_last || !call.work.gate_up_wgrad || made_empty.contains({TaskKind::kGateUpWgrad, expert}));
+        }
+        ASSERT_EQ(seen.size(), num_expected);
+      });
+}
+
+// Runs the tickets one by one with all rows pulled, as the slowest machine would: nothing may have to wait.
+TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
+  for_each_order([](const TaskOrder& order, const CallShape& call) {
+    const bool forward = call.direction == Direction::kForward;
+    const int32_t mid_tiles = tiles(kIntermediate, order.tile_cols(forward ? TaskKind::kGateUp : TaskKind::kDownDgrad));
+    const int32_t out_tiles = tiles(kHidden, order.tile_cols(forward ? TaskKind::kDown : TaskKind::kGateUpDgrad));
+    std::map<int32_t, int32_t> mid_ready;
+    std::map<int32_t, int32_t> out_ready;
+    for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
+      const MatrixTask task = order.matrix_task(ticket);
+      switch (task.kind) {
+        case TaskKind::kGateUp:
+        case TaskKind::kDownDgrad:
+          ++mid_ready[order.physical_block(task.m_tile)];
+          break;
+        case TaskKind::kDown:
+        case TaskKind::kGateUpDgrad:
+          ASSERT_EQ(mid_ready[order.physical_block(task.m_tile)], mid_tiles) << "task " << ticket;
+          ++out_ready[order.physical_block(task.m_tile)];
+          break;
+        case TaskKind::kDownWgrad:
+        case TaskKind::kGateUpWgrad: {
+          const BlockRange blocks = order.blocks(task.local_expert);
+          for (int32_t block = blocks.begin; block < blocks.end; ++block) {
+            ASSERT_EQ(mid_ready[order.physical_block(block)], mid_tiles) << "task " << ticket;
+          }
+          break;
+        }
+      }
+    }
+    // The targets of the waiters: every block of the pass, and no counter beyond its tiles.
+    const Plan& plan = order.plan();
+    const int32_t window = order.pass() * plan.shape.capacity_blocks;
+    for (int32_t block = window; block < std::min(plan.num_blocks(), window + plan.shape.capacity_blocks); ++block) {
+      ASSERT_EQ(mid_ready[order.physical_block(block)], mid_tiles);
+      ASSERT_EQ(out_ready[order.physical_block(block)], forward || call.work.dgrad ? out_tiles : 0);
+    }
+  });
+}
+
+TEST(TaskOrder, PulledRowsReachTheTargetsOfTheirBlocks) {
+  for_each_order([](const TaskOrder& order, const CallShape&) {
+    const Plan& plan = order.plan();
+    std::map<int32_t, int32_t> rows_ready;
+    for (int32_t n = plan.pass_entry_begin[order.pass()]; n < plan.pass_entry_begin[order.pass() + 1]; ++n) {
+      const Entry& entry = plan.entries[n];
+      for (int32_t row = 0; row < entry.num_rows; ++row)
+        ++rows_ready[plan.fan_rows[entry.fan_begin + row] / kBlockRows];
+    }
+    size_t num_blocks = 0;
+    for (int32_t expert = 0; expert < plan.shape.num_local_experts(); ++expert) {
+      const BlockRange blocks = order.blocks(expert);
+      for (int32_t block = blocks.begin; block < blocks.end; ++block, ++num_blocks) {
+        ASSERT_GT(order.valid_rows(expert, block), 0);
+        ASSERT_EQ(rows_ready[block], order.valid_rows(expert, block)) << "block " << block;
+      }
+    }
+    ASSERT_EQ(rows_ready.size(), num_blocks);
+  });
+}
+
+// The tile walk says where an expert begins and ends; the sums of its weight gradient over the passes rest on it.
+TEST(TaskOrder, StraddlingExpertsBeginAndEndOnce) {
+  std::map<int32_t, std::vector<std::pair<bool, bool>>> turns;  // by expert: continues from earlier, in a later pass
+  for_each_order([&](const Plan&, const CallShape&) { turns.clear(); },
+                 [&](const TaskOrder& order, const CallShape&) {
+                   for (int32_t expert = 0; expert < order.shape().num_local_experts(); ++expert) {
+                     if (!order.makes_wgrad(expert)) continue;
+                     turns[expert].emplace_back(order.continues_from_earlier_pass(expert),
+                                                order.continues_in_later_pass(expert));
+                   }
+                   if (!order.last_pass()) return;
+                   for (int32_t expert = 0; expert < order.shape().num_local_experts(); ++expert) {
+                     ASSERT_FALSE(turns[expert].empty()) << "expert " << expert;
+                     for (size_t n = 0; n < turns[expert].size(); ++n) {
+                       const std::pair expected{n > 0, n + 1 < turns[expert].size()};
+                       ASSERT_EQ(turns[expert][n], expected) << "expert " << expert << ", turn " << n;
+                     }
+                   }
+                 });
+}
+
+TEST(TaskOrder, CommunicationCoversEntriesAndTokensOnceAndInOrder) {
+  for_each_order([](const TaskOrder& order, const CallShape& call) {
+    std::map<CommTaskKind, int32_t> next;
+    const Plan& plan = order.plan();
+    const int32_t first_entry = plan.pass_entry_begin[order.pass()];
+    next[CommTaskKind::kPull] = next[CommTaskKind::kCombine] = first_entry;
+    CommTaskKind previous = CommTaskKind::kPull;
+    for (int32_t ticket = 0; ticket < order.num_comm_tasks(); ++ticket) {
+      const CommTask task = order.comm_task(ticket);
+      ASSERT_GE(task.kind, previous) << "task " << ticket;
+      previous = task.kind;
+      if (task.kind == CommTaskKind::kPullsDone || task.kind == CommTaskKind::kDrain) {
+        ASSERT_EQ(next[task.kind]++, 0);
+        continue;
+      }
+      ASSERT_EQ(task.begin, next[task.kind]) << "task " << ticket;
+      ASSERT_GT(task.end, task.begin);
+      ASSERT_LE(task.end - task.begin, TaskOrder::kBatch);
+      next[task.kind] = task.end;
+    }
+    const int32_t end_entry = plan.pass_entry_begin[order.pass() + 1];
+    ASSERT_EQ(next[CommTaskKind::kPull], end_entry);
+    ASSERT_EQ(next[CommTaskKind::kCombine], call.work.combine ? end_entry : first_entry);
+    ASSERT_EQ(next[CommTaskKind::kPullsDone], 1);
+    ASSERT_EQ(next[CommTaskKind::kDrain], 1);
+  });
+}
+
+TEST(TaskOrder, TasksOfAllPassesStayUnderTheBoundOfTheShape) {
+  int64_t tasks = 0;
+  for_each_order([&](const Plan&, const CallShape&) { tasks = 0; },
+                 [&](const TaskOrder& order, const CallShape&) {
+                   tasks += order.num_matrix_tasks();
+                   ASSERT_LE(tasks, order.max_matrix_tasks());
+                 });
+}
+
+// The order as the head of task_order.hpp draws it, for three groups of experts.
+TEST(TaskOrder, StagesFollowTheirProducersOneGroupBehind) {
+  using Turn = std::pair<TaskKind, int32_t>;  // kind, group of experts
+  constexpr int32_t kGroups = 3;
+  const Routing routing = cases::uniform_routing({kGroups * TaskOrder::kExpertGroup, 4, {300}}, 1);
+  const RankPlan plan(routing, 0, kHidden, kIntermediate);
+  const auto turns_of = [&](Direction direction, const Work& work) {
+    const TaskOrder order(*plan, direction, 0, 300, work);
+    std::vector<Turn> turns;
+    for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
+      const MatrixTask task = order.matrix_task(ticket);
+      const Turn turn(task.kind, task.local_expert / TaskOrder::kExpertGroup);
+      if (turns.empty() || turns.back() != turn) turns.push_back(turn);
+    }
+    return turns;
+  };
+  using K = TaskKind;
+  const std::vector<Turn> forward = {{K::kGateUp, 0}, {K::kGateUp, 1}, {K::kDown, 0},
+                                     {K::kGateUp, 2}, {K::kDown, 1},   {K::kDown, 2}};
+  EXPECT_EQ(turns_of(Direction::kForward, kForwardWork), forward);
+  const std::vector<Turn> backward = {{K::kDownDgrad, 0},   {K::kDownDgrad, 1},   {K::kDownWgrad, 0},
+                                      {K::kDownDgrad, 2},   {K::kDownWgrad, 1},   {K::kGateUpDgrad, 0},
+                                      {K::kGateUpWgrad, 0}, {K::kDownWgrad, 2},   {K::kGateUpDgrad, 1},
+                                      {K::kGateUpWgrad, 1}, {K::kGateUpDgrad, 2}, {K::kGateUpWgrad, 2}};
+  EXPECT_EQ(turns_of(Direction::kBackward, {true, true, true, true}), backward);
+}
+
+// A rank's own tokens are summed in every pass, whether or not it holds rows.
+TEST(TaskOrder, OwnTokensAreSummedInEveryPass) {
+  const Routing routing = cases::skewed_routing({6, 1, {0, 40, 700}, 2}, 0, 1);
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    const RankPlan plan(routing, rank, kHidden, kIntermediate);
+    ASSERT_EQ(*plan->num_passes, 3);
+    for (int32_t pass = 0; pass < 3; ++pass) {
+      const TaskOrder order(*plan, Direction::kForward, pass, routing.num_tokens[static_cast<size_t>(rank)],
+                            kForwardWork);
+      std::vector<int32_t> sums(static_cast<size_t>(routing.num_tokens[static_cast<size_t>(rank)]), 0);
+      for (int32_t ticket = 0; ticket < order.num_comm_tasks(); ++ticket) {
+        const CommTask task = order.comm_task(ticket);
+        if (task.kind != CommTaskKind::kSumTokens) continue;
+        for (int32_t token = task.begin; token < task.end; ++token) ++sums[static_cast<size_t>(token)];
+      }
+      for (const int32_t times : sums) ASSERT_EQ(times, 1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace weft
