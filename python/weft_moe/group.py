@@ -123,8 +123,8 @@ def ep_group(
         process_group = process_group.get_group()
     if device is None:
         device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
-    device = _usable(device)
     ep_rank, ep_size = process_group.rank(), process_group.size()
+    device = _usable(device, ep_size)
     if ep_size == 1:
         return Group(torch.ops.weft.create_local_group(1), 1, (0,), device, max_tokens)
 
@@ -159,7 +159,7 @@ def virtual_ep_group(
         ValueError: ep_size is out of range.
         RuntimeError: the device cannot be used, with the reason.
     """
-    device = _usable(device)
+    device = _usable(device, ep_size)
     id = torch.ops.weft.create_local_group(ep_size)
     group = Group(id, ep_size, range(ep_size), device, max_tokens)
     if ep_size > 1:
@@ -180,9 +180,11 @@ def _round_up(num_tokens: int) -> int:
     return max(-(-num_tokens // TOKEN_GRANULARITY), 1) * TOKEN_GRANULARITY
 
 
-def _usable(device: torch.device | str) -> torch.device:
+def _usable(device: torch.device | str, ep_size: int) -> torch.device:
     device = torch.device(device)
-    if reason := supports(hidden=1024, intermediate=1024, device=device, training=False):
+    if reason := supports(
+        hidden=1024, intermediate=1024, device=device, ep_size=ep_size, training=False
+    ):
         raise RuntimeError(f"weft: {reason}")
     return device
 

@@ -63,8 +63,12 @@ INSTANTIATE_TEST_SUITE_P(
                   WEFT_INVALID_ARGUMENT, "top_k is 33; allowed: 1 to 32"},
         BadConfig{"precision", [](weft_config& c) { c.precision = static_cast<weft_precision>(7); },
                   WEFT_INVALID_ARGUMENT, "precision is 7; allowed: 0 to 5 for \"fp64\""},
-        BadConfig{"cuda", [](weft_config& c) { c.backend = WEFT_BACKEND_CUDA; }, WEFT_UNSUPPORTED,
-                  "this build has no CUDA backend"},
+        BadConfig{"fp64_on_cuda",  // whether the build lacks the backend, the machine the device or the device fp64
+                  [](weft_config& c) {
+                    c.backend = WEFT_BACKEND_CUDA;
+                    c.precision = WEFT_PRECISION_FP64;
+                  },
+                  WEFT_UNSUPPORTED, "CUDA"},
         BadConfig{"ep_rank", [](weft_config& c) { c.ep_rank = 1; }, WEFT_INVALID_ARGUMENT,
                   "ep_rank is 1; allowed: 0 to ep_size - 1 = 0"},
         BadConfig{"clamp_limit", [](weft_config& c) { c.clamp_limit = -1; }, WEFT_INVALID_ARGUMENT,

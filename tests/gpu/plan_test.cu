@@ -511,6 +511,7 @@ void print_timings() {
   row(1, 128, 8, 4096, 0);
   row(1, 512, 16, 16384, 0);
   row(8, 512, 16, 16384, 0);
+  row(1, 128, 8, 16384, 66);
   row(2, 128, 8, 16384, 66);
   row(8, 128, 8, 16384, 16);
   std::printf("the first row, 20 launches in a row: %.1f us each\n", time_plan(1, 128, 8, 16384, 0, 20));

@@ -41,9 +41,8 @@ def test_supports_says_nothing_or_why_not():
     assert "top_k is 9; allowed: 1 to 8" in weft.supports(
         hidden=64, intermediate=64, num_experts=8, top_k=9
     )
-    assert "this build has no CUDA backend" in weft.supports(
-        hidden=64, intermediate=64, device="cuda"
-    )
+    # No CUDA backend in this build, no device in this machine, or no backward in the backend.
+    assert "CUDA" in weft.supports(hidden=64, intermediate=64, device="cuda")
     with pytest.raises(
         ValueError, match="precision = 'int8': choose one of 'fp64', 'fp32', 'bf16'"
     ):
@@ -51,7 +50,7 @@ def test_supports_says_nothing_or_why_not():
 
 
 def test_groups_refuse_a_device_that_cannot_be_used():
-    with pytest.raises(RuntimeError, match="this build has no CUDA backend"):
+    with pytest.raises(RuntimeError, match="CUDA"):
         weft.virtual_ep_group(2, device="cuda")
 
 
