@@ -1,7 +1,9 @@
 // Ops without tensors: groups by number, and what this build is and can run.
 #include <torch/csrc/stable/library.h>
 
+#include <limits>
 #include <string>
+#include <utility>
 
 #include "errors.hpp"
 #include "group.hpp"
@@ -18,6 +20,18 @@ int64_t create_shared(std::string name, int64_t ep_rank, int64_t ep_size, double
 int64_t member(int64_t group, int64_t rank) { return register_group(find_group(group)->member(rank)); }
 
 void destroy(int64_t group) { remove_group(group); }
+
+// Which number the C ABI cannot take, or "": narrowed it could look right. ep_size first, since num_experts follows it.
+std::string beyond_int32(int64_t num_experts, int64_t top_k, int64_t ep_size) {
+  using Limits = std::numeric_limits<int32_t>;
+  for (const auto& [name, value] :
+       {std::pair{"ep_size", ep_size}, std::pair{"num_experts", num_experts}, std::pair{"top_k", top_k}}) {
+    if (value < Limits::min() || value > Limits::max()) {
+      return words(name, " is ", value, "; it must fit into 32 bits");
+    }
+  }
+  return "";
+}
 
 weft_config config_of(bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
                       int64_t ep_size, int64_t precision, int64_t save, int64_t max_tokens, double clamp_limit) {
@@ -37,6 +51,7 @@ weft_config config_of(bool cpu, int64_t hidden, int64_t intermediate, int64_t nu
 // "" or why not, with the remedy.
 std::string supports(bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
                      int64_t ep_size, int64_t precision, int64_t max_tokens, bool training) {
+  if (const std::string reason = beyond_int32(num_experts, top_k, ep_size); !reason.empty()) return reason;
   const weft_config config = config_of(cpu, hidden, intermediate, num_experts, top_k, ep_size, precision,
                                        WEFT_SAVE_GATE_UP, max_tokens, /*clamp_limit=*/0);
   return (training ? weft_supports_training : weft_supports)(&config) == WEFT_OK ? "" : weft_last_error();
@@ -45,8 +60,11 @@ std::string supports(bool cpu, int64_t hidden, int64_t intermediate, int64_t num
 // Bytes of a forward's `saved` tensor of one rank; fake kernels need them before anything runs.
 int64_t saved_bytes(int64_t group, bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
                     int64_t precision, int64_t save, int64_t max_tokens, double clamp_limit) {
-  const weft_config config = config_of(cpu, hidden, intermediate, num_experts, top_k, find_group(group)->ep_size(),
-                                       precision, save, max_tokens, clamp_limit);
+  const int32_t ep_size = find_group(group)->ep_size();
+  const std::string reason = beyond_int32(num_experts, top_k, ep_size);
+  require(reason.empty(), reason);
+  const weft_config config =
+      config_of(cpu, hidden, intermediate, num_experts, top_k, ep_size, precision, save, max_tokens, clamp_limit);
   weft_sizes sizes;
   WEFT_INIT(sizes);
   check(weft_query_sizes(&config, &sizes));

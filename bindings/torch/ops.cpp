@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cmath>
 #include <initializer_list>
 #include <limits>
 #include <optional>
@@ -72,6 +73,9 @@ LayerKey key_of(const Inputs& inputs, const Options& options) {
           "; it must be positive");
   require(options.num_workers >= 0 && options.num_workers <= kMost, "num_sms is ", options.num_workers,
           "; allowed: a positive number, or 0 for the default");
+  // Before layers are looked up by their key: a NaN has no place in an order.
+  require(std::isfinite(options.deadline_s) && options.deadline_s >= 0, "deadline_s is ", options.deadline_s,
+          "; allowed: a positive number of seconds, or 0 for 300");
   return {.backend = inputs.x[0].is_cpu() ? WEFT_BACKEND_CPU : WEFT_BACKEND_CUDA,
           .precision = static_cast<weft_precision>(options.precision),
           .hidden = inputs.x[0].size(1),
@@ -124,7 +128,7 @@ weft_inputs c_inputs_of(const Inputs& inputs, size_t r) {
 class Call {
  public:
   Call(const Inputs& inputs, const Options& options, int64_t group_id)
-      : group_(find_group(group_id)), locks_(group_->lock()), x_(inputs.x) {
+      : group_(find_group(group_id)), locks_(group_->lock()), x_(inputs.x), deadline_s_(options.deadline_s) {
     LayerKey key{};
     or_refuse([&] {
       require_entries({&inputs.x, &inputs.topk_idx, &inputs.topk_weights, &inputs.gate_up, &inputs.down});
@@ -164,7 +168,7 @@ class Call {
     try {
       prepare();
     } catch (const std::exception& error) {
-      if (group_->has_peers()) weft_refuse(rank(0).group(), error.what());
+      if (group_->has_peers()) weft_refuse(rank(0).group(), error.what(), deadline_s_);
       throw;
     }
   }
@@ -184,6 +188,7 @@ class Call {
   std::shared_ptr<Group> group_;
   std::vector<std::unique_lock<std::mutex>> locks_;
   const Tensors& x_;
+  double deadline_s_;
   std::vector<Layer*> layers_;
   std::vector<weft_inputs> c_inputs_;
 };

@@ -12,6 +12,7 @@
  *     host. On the CPU backend a call returns when the rank's outputs are complete.
  *   - All ranks of a group make the same collective calls (create, forward, backward) in the same order. A rank that
  *     refuses a call tells its peers, so that all of them return an error and none hangs.
+ *   - A rank makes one call at a time: calls on one weft_group or its layers must not run at once from several threads.
  *   - Matrices are row-major and dense. T = tokens of this rank, H = hidden, I = intermediate, E = experts,
  *     e = E / ep_size local experts, K = top-k. Expert x lives on rank x / e.
  */
@@ -39,7 +40,7 @@ typedef enum weft_status {
   WEFT_OK = 0,
   WEFT_INVALID_ARGUMENT = 1, /* a value, shape, pointer or dtype is wrong; the words say which and what is allowed */
   WEFT_UNSUPPORTED = 2,      /* valid, but not on this backend, device or precision; the words give the remedy */
-  WEFT_OUT_OF_MEMORY = 3,    /* the words give the bytes asked for */
+  WEFT_OUT_OF_MEMORY = 3,    /* no more memory, or threads on the CPU; the words say what was asked for */
   WEFT_PEER_REFUSED = 4,     /* another rank refused this collective call; its words are repeated. Group stays usable */
   WEFT_STALLED = 5,          /* a peer did not arrive before the deadline; the words name rank, task and flag */
   WEFT_INTERNAL = 6          /* a fault in Weft itself */
@@ -82,9 +83,10 @@ typedef struct weft_config {
   size_t struct_size;
   weft_backend backend;
   weft_precision precision;
-  int64_t hidden;       /* H; a multiple of 64 in bf16 and mxfp8, of 128 in fp8 and fp8_bwd, of 1 in fp32 and fp64 */
+  int64_t hidden;       /* H; a multiple of 64 in bf16 and mxfp8, of 128 in fp8 and fp8_bwd, of 1 in fp32 and fp64;
+                           at most 2^20 */
   int64_t intermediate; /* I; likewise */
-  int32_t num_experts;  /* E over all ranks; a multiple of ep_size */
+  int32_t num_experts;  /* E over all ranks; a multiple of ep_size, at most 2^16 */
   int32_t top_k;        /* K; 1 to min(E, 32) */
   int64_t max_tokens;   /* most tokens a rank brings to one call; the same on every rank */
   int32_t ep_size;      /* ranks in the expert-parallel group, 1 to 64 */
@@ -94,7 +96,8 @@ typedef struct weft_config {
   weft_schedule schedule;
   int64_t capacity_rows; /* pool rows worked on at once, padding of experts to blocks of 128 included; more rows run in
                             several passes. 0: 1.25 * max_tokens * K and a block an expert */
-  int32_t num_workers;   /* CPU: threads for matrix tasks a rank in OVERLAPPED; GPU: SMs to use. 0: default */
+  int32_t num_workers;   /* CPU: threads for matrix tasks a rank in OVERLAPPED; GPU: SMs to use; at most 1024.
+                            0: default */
   double deadline_s;     /* longest wait for a peer, seconds; 0: 300 */
 } weft_config;
 
@@ -179,7 +182,8 @@ WEFT_API weft_status weft_supports(const weft_config* config);
 WEFT_API weft_status weft_supports_training(const weft_config* config);
 WEFT_API weft_status weft_query_sizes(const weft_config* config, weft_sizes* sizes);
 
-/* The data dtype of a precision: fp64, fp32, and bf16 for all others. */
+/* The data dtype of a precision: fp64, fp32, and bf16 for all others. Of a value that is no precision: bf16, and the
+ * error is in weft_last_error(). */
 WEFT_API weft_dtype weft_data_dtype(weft_precision precision);
 
 /* All ep_size ranks in this process (virtual ranks; ep_size = 1 is the one-rank group). groups: out [ep_size]. */
@@ -204,8 +208,9 @@ WEFT_API weft_status weft_backward(weft_layer* layer, weft_backward_args* args);
 
 /* Collective: answers whatever call the peers make next with "this rank cannot" and `reason`, so that they return
  * WEFT_PEER_REFUSED with these words instead of waiting. For bindings that find bad input before they can call; the
- * functions above do it by themselves when they return an error of their own arguments. Does not wait for the peers. */
-WEFT_API weft_status weft_refuse(weft_group* group, const char* reason);
+ * functions above do it by themselves when they return an error of their own arguments. Does not wait for the peers,
+ * unless they have yet to read this rank's refusal before: then at most deadline_s seconds (0: 300). */
+WEFT_API weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s);
 
 /* Several ranks of one process together, each on its own thread (CPU) or stream (GPU); for virtual ranks.
  * Arrays of length n. Returns the status and words of the first rank that failed by itself, else of the first that

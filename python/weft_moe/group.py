@@ -61,6 +61,23 @@ class Group:
             raise TypeError("weft: only a virtual group of several ranks has a handle for each")
         return self._members[rank]
 
+    # A module that is copied stays in its group. Pickled, a group's number could land on a stranger's
+    # in another process; only the group of one process alone is the same everywhere.
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Group:
+        return self
+
+    def __reduce__(self) -> str:
+        if self is LOCAL:
+            return "LOCAL"
+        raise TypeError(
+            f"weft: {self} cannot be pickled: it stands for ranks and memory of this process. Save "
+            "the module's state_dict() instead, and load it into a module made with a group there"
+        )
+
     def __len__(self) -> int:
         return len(self.ranks)
 
@@ -159,6 +176,8 @@ def virtual_ep_group(
         ValueError: ep_size is out of range.
         RuntimeError: the device cannot be used, with the reason.
     """
+    if not 1 <= ep_size <= 64:
+        raise ValueError(f"weft: ep_size = {ep_size}: a group has 1 to 64 ranks")
     device = _usable(device, ep_size)
     id = torch.ops.weft.create_local_group(ep_size)
     group = Group(id, ep_size, range(ep_size), device, max_tokens)

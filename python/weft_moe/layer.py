@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import library
 from .group import LOCAL, Group
-from .ops import moe
+from .ops import moe, tensor_list
 
 
 class MoE(nn.Module):
@@ -18,8 +18,8 @@ class MoE(nn.Module):
 
     Parameters: `router.weight` [E, H] fp32 (fp64 in that precision), the same on every rank;
     `gate_up` [e, 2I, H] and `down` [e, H, I], the local experts of the ranks of this process. Where
-    gate_up and down have an attribute `main_grad`, an fp32 tensor of their shape, the kernel adds
-    their gradients there, and their `grad` stays None.
+    gate_up and down both have an attribute `main_grad`, an fp32 tensor of their shape, the kernel
+    adds their gradients there, and their `grad` stays None.
 
     Args:
         hidden, intermediate, num_experts, top_k: H, I, E over all ranks, K.
@@ -51,6 +51,13 @@ class MoE(nn.Module):
         super().__init__()
         library.code("precision", precision, library.PRECISIONS)
         library.code("save", save, library.SAVES)
+        for name, value in (
+            ("hidden", hidden),
+            ("intermediate", intermediate),
+            ("num_experts", num_experts),
+        ):
+            if value < 1:
+                raise ValueError(f"weft: {name} = {value}: must be at least 1")
         self.group = LOCAL if group is None else group
         if num_experts % self.group.ep_size:
             raise ValueError(
@@ -115,12 +122,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         """x [..., H] -> y of the same shape and dtype; lists with a virtual group. Collective."""
-        xs = [x] if isinstance(x, Tensor) else x
+        xs = tensor_list("x", x, isinstance(x, Tensor))
+        for t in xs:
+            if t.dim() == 0 or t.shape[-1] != self.hidden:
+                raise ValueError(
+                    f"weft: x has shape {list(t.shape)}, must be [..., H] with H = {self.hidden}"
+                )
         tokens = [t.reshape(-1, self.hidden) for t in xs]
         routes = [self.route(t) for t in tokens]
-        main_grad = None
-        if getattr(self.gate_up, "main_grad", None) is not None:
-            main_grad = (self._by_rank(self.gate_up.main_grad), self._by_rank(self.down.main_grad))
         ys = moe(
             tokens,
             [topk_idx for topk_idx, _ in routes],
@@ -130,11 +139,24 @@ class MoE(nn.Module):
             group=self.group,
             num_experts=self.num_experts,
             precision=self.precision,
-            main_grad=main_grad,
+            main_grad=self._main_grad(),
             **self.options,
         )
         ys = [y.view(t.shape) for y, t in zip(ys, xs, strict=True)]
         return ys[0] if isinstance(x, Tensor) else ys
+
+    def _main_grad(self) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        of_gate_up = getattr(self.gate_up, "main_grad", None)
+        of_down = getattr(self.down, "main_grad", None)
+        if of_gate_up is None and of_down is None:
+            return None
+        if of_gate_up is None or of_down is None:
+            missing, present = ("gate_up", "down") if of_gate_up is None else ("down", "gate_up")
+            raise ValueError(
+                f"weft: {missing} has no main_grad, {present} has one: set it on both parameters, "
+                "or on neither"
+            )
+        return self._by_rank(of_gate_up), self._by_rank(of_down)
 
     def _by_rank(self, experts: Tensor) -> Sequence[Tensor]:
         num_ranks = len(self.group.ranks)

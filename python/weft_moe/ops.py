@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from . import library
 from .group import LOCAL, Group, group_of
@@ -76,6 +76,7 @@ def moe(
 
     Raises:
         ValueError: an argument is wrong; the words say which, what it is and what is allowed.
+        TypeError: a tensor or a list of tensors is needed where something else was given.
         MemoryError: with the bytes that were asked for.
         RuntimeError: the device cannot do this; another rank refused the call (its words are
             repeated); or a rank did not come within the deadline (the words name it).
@@ -86,12 +87,12 @@ def moe(
     if clamp_limit is not None and not clamp_limit > 0:
         raise ValueError(f"weft: clamp_limit = {clamp_limit}: a limit is above 0, None is no limit")
     single = isinstance(x, Tensor)
-    if main_grad is None:
-        main_grad = ((), ())
-    elif single:
-        main_grad = ((main_grad[0],), (main_grad[1],))
-    lists = (x, topk_idx, topk_weights, gate_up, down)
-    x, topk_idx, topk_weights, gate_up, down = ([t] if single else list(t) for t in lists)
+    x = tensor_list("x", x, single)
+    topk_idx = tensor_list("topk_idx", topk_idx, single)
+    topk_weights = tensor_list("topk_weights", topk_weights, single)
+    gate_up = tensor_list("gate_up", gate_up, single)
+    down = tensor_list("down", down, single)
+    main_grad_gate_up, main_grad_down = _main_grad_lists(main_grad, single, len(x))
     # The kernel takes int32; an index beyond its range must stay out of range.
     topk_idx = [
         idx.clamp(INT32_MIN, INT32_MAX).to(torch.int32) if idx.dtype == torch.int64 else idx
@@ -99,10 +100,11 @@ def moe(
     ]
     save_code = library.code("save", save, library.SAVES)
     differentiable = (*x, *topk_weights, *gate_up, *down)
+    _refuse_tangents(differentiable)
     training = torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)
     if not training:
         save_code = library.SAVES["inputs"]
-    inputs = (x, topk_idx, topk_weights, gate_up, down, list(main_grad[0]), list(main_grad[1]))
+    inputs = (x, topk_idx, topk_weights, gate_up, down, main_grad_gate_up, main_grad_down)
     config = (
         group.id,
         num_experts,
@@ -119,6 +121,67 @@ def moe(
     else:
         y, _, _ = torch.ops.weft.forward(*inputs, *config)
     return y[0] if single else y
+
+
+def tensor_list(name: str, value: object, single: bool) -> list[Tensor]:
+    """A tensor argument as a list with one entry a rank; `single` says that x is one tensor.
+
+    Raises:
+        TypeError: it is no tensor, or no list of tensors where x is none.
+        ValueError: the list is empty.
+    """
+    if single:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"weft: {name} is a {type(value).__name__}: must be a tensor, as x is")
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise TypeError(
+            f"weft: {name} is a {type(value).__name__}: must be a list of tensors, one a rank; or "
+            "pass a single tensor for every argument"
+        )
+    if not value:
+        raise ValueError(f"weft: {name} is an empty list: pass one tensor a rank of the group")
+    for rank, tensor in enumerate(value):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"weft: {name}[{rank}] is a {type(tensor).__name__}: must be a tensor")
+    return list(value)
+
+
+def _main_grad_lists(
+    main_grad: Sequence | None, single: bool, num_ranks: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    if main_grad is None:
+        return [], []
+    if not isinstance(main_grad, list | tuple) or len(main_grad) != 2:
+        count = f" of {len(main_grad)}" if isinstance(main_grad, list | tuple) else ""
+        raise ValueError(
+            f"weft: main_grad is a {type(main_grad).__name__}{count}: must be a pair, (buffer for "
+            "gate_up, buffer for down)"
+        )
+    for i, weight in enumerate(("gate_up", "down")):
+        if main_grad[i] is None:
+            raise ValueError(
+                f"weft: main_grad[{i}], the buffer for {weight}, is None: pass both, or "
+                "main_grad=None for gradients in gate_up.grad and down.grad"
+            )
+    lists = tuple(tensor_list(f"main_grad[{i}]", main_grad[i], single) for i in range(2))
+    for i, buffers in enumerate(lists):
+        if len(buffers) != num_ranks:
+            raise ValueError(
+                f"weft: main_grad[{i}] has {len(buffers)} tensors, x has {num_ranks}: pass one a "
+                "rank"
+            )
+    return lists
+
+
+def _refuse_tangents(tensors: Sequence[Tensor]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "weft: moe has no forward-mode derivative, and an argument is a dual tensor: use "
+            "reverse mode (backward)"
+        )
 
 
 @torch.library.register_fake("weft::forward")
@@ -176,7 +239,10 @@ def _gradients(dy, inputs, saved, generation, main_grad, options, grad_dtype, ne
         dgate_up = empty_like(gate_up, needs[2], grad_dtype)
         ddown = empty_like(down, needs[3], grad_dtype)
     torch.ops.weft.backward(
-        [grad.contiguous() for grad in dy],
+        [
+            torch.zeros_like(t) if grad is None else grad.contiguous()
+            for grad, t in zip(dy, x, strict=True)
+        ],
         *inputs,
         saved,
         generation,
@@ -198,6 +264,7 @@ def _by_rank(flat: Sequence[Tensor], num_ranks: int) -> list[list[Tensor]]:
 
 
 def _setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # `saved` is large, and would get a gradient of zeros
     *ctx.options, ctx.grad_dtype = inputs[7:]
     ctx.group = group_of(ctx.options[0])  # the number alone would not keep it alive
     ctx.num_ranks = len(inputs[0])

@@ -55,7 +55,7 @@ void create_layer(const weft_config* caller_config, weft_group* group, weft_laye
   require(group != nullptr && layer != nullptr, WEFT_INVALID_ARGUMENT, "group or layer is NULL");
   *layer = nullptr;
   auto created = std::make_unique<weft_layer>();
-  group->or_refuse([&] {
+  group->or_refuse(kDefaultDeadline, [&] {
     created->config = read_struct(caller_config, "config");
     validate_config(created->config);
     require(created->config.ep_size == group->num_ranks() && created->config.ep_rank == group->rank(),
@@ -76,7 +76,7 @@ void forward(weft_layer* layer, weft_forward_args* caller_args) {
   weft_group& group = *layer->group;
   weft_forward_args args;
   weft_inputs inputs;
-  group.or_refuse([&] {
+  group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
     validate_forward(layer->config, args, inputs, layer->backend->workspace_bytes());
@@ -93,7 +93,7 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
   weft_group& group = *layer->group;
   weft_backward_args args;
   weft_inputs inputs;
-  group.or_refuse([&] {
+  group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
     check_backend_backward(layer->config);
@@ -243,10 +243,10 @@ weft_status weft_backward(weft_layer* layer, weft_backward_args* args) {
   return guarded([&] { backward(layer, args); });
 }
 
-weft_status weft_refuse(weft_group* group, const char* reason) {
+weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s) {
   return guarded([&] {
     require(group != nullptr && reason != nullptr, WEFT_INVALID_ARGUMENT, "group or reason is NULL");
-    group->refuse(reason);
+    group->refuse(reason, deadline_or_default(deadline_s));
   });
 }
 

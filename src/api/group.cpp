@@ -113,9 +113,9 @@ void RankGroup::join() {
   memory_->finish_mapping();
 }
 
-void RankGroup::refuse(const std::string& reason) {
-  finish_refusal(deadline_s_);
-  HostMemory memory(deadline_s_);
+void RankGroup::refuse(const std::string& reason, double deadline_s) {
+  finish_refusal(deadline_s);
+  HostMemory memory(deadline_s);
   const uint32_t epoch = ++epoch_;
   char* text = memory_->controls()[rank()]->refusal[epoch % kNumBanks];
   std::strncpy(text, reason.c_str(), kMaxRefusalBytes - 1);
@@ -143,10 +143,11 @@ uint32_t RankGroup::agree_on(const weft_config& config, double deadline_s) {
 
 void RankGroup::reserve(int64_t flag_bytes, int64_t data_bytes, double deadline_s) {
   if (flag_bytes <= memory_->flag_bytes() && data_bytes <= memory_->data_bytes()) return;
-  or_refuse(
-      [&] { memory_->grow_own(max_of(flag_bytes, memory_->flag_bytes()), max_of(data_bytes, memory_->data_bytes())); });
+  or_refuse(deadline_s, [&] {
+    memory_->grow_own(max_of(flag_bytes, memory_->flag_bytes()), max_of(data_bytes, memory_->data_bytes()));
+  });
   meet({CallKind::kGrow, 0}, deadline_s);
-  or_refuse([&] { memory_->map_peers(); });
+  or_refuse(deadline_s, [&] { memory_->map_peers(); });
   meet({CallKind::kMapped, 0}, deadline_s);
   memory_->finish_mapping();
 }

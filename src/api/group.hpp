@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "core/status.hpp"
 #include "layout/backend.hpp"
 #include "protocol/rank_barrier.hpp"
 #include "symmetric/memory.hpp"
@@ -30,15 +31,19 @@ class RankGroup {
   uint32_t meet(const Call& call, double deadline_s);
 
   // Answers the next meeting with a refusal and does not wait for it: this rank's next call does that first.
-  void refuse(const std::string& reason);
+  void refuse(const std::string& reason, double deadline_s);
 
   // Runs what concerns this rank alone. If it throws, the peers, which are about to meet this rank, hear why.
   template <class Work>
-  void or_refuse(const Work& work) {
+  void or_refuse(double deadline_s, const Work& work) {
     try {
       work();
     } catch (const std::exception& error) {
-      refuse(error.what());
+      try {
+        refuse(error.what(), deadline_s);
+      } catch (const Error&) {
+        // The peers are gone: what is wrong here is still the thing to say.
+      }
       throw;
     }
   }

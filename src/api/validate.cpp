@@ -10,6 +10,11 @@
 namespace weft {
 namespace {
 
+// Far above any model, and low enough that no size computed from them leaves 64 bits.
+constexpr int64_t kMaxWidth = int64_t{1} << 20;  // of hidden and of intermediate
+constexpr int32_t kMaxExperts = 1 << 16;
+constexpr int32_t kMaxWorkers = 1024;
+
 // An enumerator as the caller wrote it: a value outside of the enumeration must be readable without undefined
 // behaviour.
 template <class Enum>
@@ -33,9 +38,9 @@ void require_pointer(const void* pointer, const char* name, const char* shape) {
   require_argument(pointer != nullptr, name, " is NULL; it must point to ", shape);
 }
 
-void check_multiple(int64_t value, int64_t multiple, const char* name, const Recipe& recipe) {
-  require_argument(value > 0 && value % multiple == 0, name, " is ", value, "; precision ", recipe.name,
-                   " allows positive multiples of ", multiple);
+void check_width(int64_t value, int64_t multiple, const char* name, const Recipe& recipe) {
+  require_argument(value > 0 && value <= kMaxWidth && value % multiple == 0, name, " is ", value, "; precision ",
+                   recipe.name, " allows positive multiples of ", multiple, " up to ", kMaxWidth);
 }
 
 void validate_inputs(const weft_config& config, const weft_inputs& inputs) {
@@ -97,30 +102,32 @@ void validate_config(const weft_config& config) {
                    "precision is ", raw(config.precision), "; allowed: 0 to ", std::size(kRecipes) - 1, " for ",
                    precision_names());
   const Recipe& recipe = recipe_of(config.precision);
-  check_multiple(config.hidden, recipe.hidden_multiple, "hidden", recipe);
-  check_multiple(config.intermediate, recipe.intermediate_multiple, "intermediate", recipe);
+  check_width(config.hidden, recipe.hidden_multiple, "hidden", recipe);
+  check_width(config.intermediate, recipe.intermediate_multiple, "intermediate", recipe);
   require_argument(config.ep_size >= 1 && config.ep_size <= kMaxRanks, "ep_size is ", config.ep_size,
                    "; allowed: 1 to ", kMaxRanks);
   require_argument(config.ep_rank >= 0 && config.ep_rank < config.ep_size, "ep_rank is ", config.ep_rank,
                    "; allowed: 0 to ep_size - 1 = ", config.ep_size - 1);
-  require_argument(config.num_experts >= 1 && config.num_experts % config.ep_size == 0, "num_experts is ",
-                   config.num_experts, "; it must be a positive multiple of ep_size = ", config.ep_size);
+  require_argument(
+      config.num_experts >= 1 && config.num_experts <= kMaxExperts && config.num_experts % config.ep_size == 0,
+      "num_experts is ", config.num_experts, "; it must be a positive multiple of ep_size = ", config.ep_size,
+      ", at most ", kMaxExperts);
   const int32_t most = min_of(config.num_experts, kMaxTopK);
   require_argument(config.top_k >= 1 && config.top_k <= most, "top_k is ", config.top_k, "; allowed: 1 to ", most,
                    " (the smaller of num_experts and ", kMaxTopK, ")");
-  require_argument(config.max_tokens >= 0, "max_tokens is ", config.max_tokens, "; it must not be negative");
+  const int64_t most_routes = std::numeric_limits<int32_t>::max() - int64_t{kBlockRows} * config.num_experts;
+  const int64_t most_tokens = most_routes / (int64_t{config.ep_size} * config.top_k);
+  require_argument(config.max_tokens >= 0 && config.max_tokens <= most_tokens, "max_tokens is ", config.max_tokens,
+                   "; allowed: 0 to ", most_tokens, ", as at most ", most_routes,
+                   " routes (ep_size * max_tokens * top_k) can fall on one rank");
   require_argument(std::isfinite(config.clamp_limit) && config.clamp_limit >= 0, "clamp_limit is ", config.clamp_limit,
                    "; allowed: a positive limit, or 0 for none");
   require_argument(config.capacity_rows >= 0, "capacity_rows is ", config.capacity_rows,
                    "; allowed: a positive number of rows, or 0 for the default");
-  require_argument(config.num_workers >= 0, "num_workers is ", config.num_workers, "; it must not be negative");
+  require_argument(config.num_workers >= 0 && config.num_workers <= kMaxWorkers, "num_workers is ", config.num_workers,
+                   "; allowed: 1 to ", kMaxWorkers, ", or 0 for the default");
   require_argument(std::isfinite(config.deadline_s) && config.deadline_s >= 0, "deadline_s is ", config.deadline_s,
                    "; allowed: a positive number of seconds, or 0 for 300");
-  const double routes = static_cast<double>(config.ep_size) * static_cast<double>(config.max_tokens) * config.top_k;
-  const double most_rows =
-      static_cast<double>(std::numeric_limits<int32_t>::max()) - double{kBlockRows} * config.num_experts;
-  require_argument(routes <= most_rows, "ep_size * max_tokens * top_k is ", routes, "; at most ", most_rows,
-                   " routes can fall on one rank: lower max_tokens");
 }
 
 LayerShape shape_of(const weft_config& config) {
@@ -128,7 +135,7 @@ LayerShape shape_of(const weft_config& config) {
                    config.ep_size, config.ep_rank,      config.max_tokens,  0};
   const int64_t routes = config.max_tokens * config.top_k;
   const int64_t wanted = config.capacity_rows > 0
-                             ? ceil_div<int64_t>(config.capacity_rows, kBlockRows)
+                             ? ceil_div<int64_t>(min_of(config.capacity_rows, shape.max_pool_rows()), kBlockRows)
                              : ceil_div<int64_t>(routes + routes / 4, kBlockRows) + shape.num_local_experts();
   shape.capacity_blocks = static_cast<int32_t>(max_of<int64_t>(1, min_of(wanted, shape.max_blocks())));
   return shape;

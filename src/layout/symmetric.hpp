@@ -21,7 +21,7 @@ inline constexpr int32_t kNumGridBarriers = 3;
 struct ControlBlock {
   uint64_t entry[kNumBanks][kMaxRanks];       // a peer's arrival: epoch in the high half, its call in the low half
   uint32_t pulls_done[kMaxRanks];             // epoch in which the peer has read all it needs of this rank's staging
-  uint32_t abort;                             // 0, or 1 + the rank that gave up waiting: the group is finished
+  uint32_t abort;                             // 0, or who gave up waiting for whom: the group is finished
   char refusal[kNumBanks][kMaxRefusalBytes];  // this rank's words when its call is a refusal
   weft_config proposal[kNumBanks];            // this rank's configuration when its call creates a layer
 

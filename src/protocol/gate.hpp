@@ -42,13 +42,24 @@ struct WaitSite {
   int32_t peer;      // the rank that should have written it; -1: this rank itself
 };
 
+// The abort word: 1 + the rank that gave up, and above it 1 + the rank it gave up on (0: one of its own threads).
+WEFT_HD constexpr uint32_t encode_abort(int32_t rank, int32_t peer) {
+  return static_cast<uint32_t>(rank + 1) | static_cast<uint32_t>(peer + 1) << 16;
+}
+
 struct StallReport {
   WaitSite site{};
   uint64_t expected = 0;
   uint64_t seen = 0;
   int32_t aborted_by = -1;  // the rank that had given up before; -1: this one passed its own deadline
+  int32_t blamed = -1;      // the rank that one had given up on; -1: one of its own threads
   bool stalled = false;
 };
+
+// `abort` is the word that ended the wait; 0: the wait passed its own deadline.
+WEFT_HD inline StallReport stall_report(const WaitSite& site, uint64_t expected, uint64_t seen, uint32_t abort) {
+  return {site, expected, seen, static_cast<int32_t>(abort & 0xFFFFU) - 1, static_cast<int32_t>(abort >> 16) - 1, true};
+}
 
 template <class Memory>
 class Gate {
@@ -64,8 +75,7 @@ class Gate {
     Word seen = memory_.poll(flag) >> shift;
     for (int64_t spins = 0; seen != expected; ++spins) {
       const uint32_t abort = memory_.poll(&controls_[rank_]->abort);
-      if (abort != 0) return stall(site, expected, seen, static_cast<int32_t>(abort) - 1);
-      if (!memory_.pause(spins)) return stall(site, expected, seen, -1);
+      if (abort != 0 || !memory_.pause(spins)) return stall(site, expected, seen, abort);
       seen = memory_.poll(flag) >> shift;
     }
     memory_.acquire(flag, scope);
@@ -75,11 +85,11 @@ class Gate {
   WEFT_HD const StallReport& report() const { return report_; }
 
  private:
-  WEFT_HD bool stall(const WaitSite& site, uint64_t expected, uint64_t seen, int32_t aborted_by) {
-    report_ = {site, expected, seen, aborted_by, true};
-    if (aborted_by < 0) {
+  WEFT_HD bool stall(const WaitSite& site, uint64_t expected, uint64_t seen, uint32_t abort) {
+    report_ = stall_report(site, expected, seen, abort);
+    if (abort == 0) {
       for (int32_t peer = 0; peer < num_ranks_; ++peer) {
-        memory_.release(&controls_[peer]->abort, static_cast<uint32_t>(rank_ + 1), Scope::kSystem);
+        memory_.release(&controls_[peer]->abort, encode_abort(rank_, site.peer), Scope::kSystem);
       }
     }
     return false;

@@ -84,8 +84,12 @@ std::string describe(const StallReport& report, int32_t rank, double deadline_s)
   if (site.flag_idx >= 0) text += words("[", site.flag_idx, "]");
   if (site.peer >= 0) text += words(", written by rank ", site.peer, ",");
   text += words(" should be ", report.expected, " and is ", report.seen);
-  text += report.aborted_by >= 0 ? words("; rank ", report.aborted_by, " had given up before")
-                                 : words(" after the deadline of ", deadline_s, " s");
+  if (report.aborted_by < 0) {
+    text += words(" after the deadline of ", deadline_s, " s");
+  } else {
+    text += words("; rank ", report.aborted_by, " had given up before");
+    if (report.blamed >= 0) text += words(", waiting for rank ", report.blamed);
+  }
   return text + "; the group is finished: find out why that rank is missing, then make a new group";
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -56,7 +57,7 @@ class DataBodies {
 void abort_group(const Launch& launch) {
   for (int32_t peer = 0; peer < launch.num_ranks(); ++peer) {
     std::atomic_ref<uint32_t>(launch.controls[peer]->abort)
-        .store(static_cast<uint32_t>(launch.rank() + 1), std::memory_order_release);
+        .store(encode_abort(launch.rank(), -1), std::memory_order_release);
   }
 }
 
@@ -79,6 +80,11 @@ void run_overlapped(State<Element, Real>& state, const RunOptions& options) {
   std::vector<StallReport> reports(static_cast<size_t>(num_workers));
   std::mutex failure_mutex;
   std::exception_ptr failure;
+  const auto fail = [&](const std::exception_ptr& reason) {
+    const std::lock_guard lock(failure_mutex);
+    if (!failure) failure = reason;
+    abort_group(state.launch);
+  };
   const auto work = [&](int32_t worker_idx) {
     HostMemory memory(options.deadline_s);
     DataBodies bodies(state);
@@ -87,16 +93,21 @@ void run_overlapped(State<Element, Real>& state, const RunOptions& options) {
     try {
       worker.run(is_comm, is_comm);
     } catch (...) {
-      const std::lock_guard lock(failure_mutex);
-      if (!failure) failure = std::current_exception();
-      abort_group(state.launch);
+      fail(std::current_exception());
     }
     reports[static_cast<size_t>(worker_idx)] = worker.report();
   };
 
   std::vector<std::thread> threads;
-  for (int32_t worker_idx = 1; worker_idx < num_workers; ++worker_idx) threads.emplace_back(work, worker_idx);
-  work(0);
+  threads.reserve(static_cast<size_t>(num_workers));
+  try {
+    for (int32_t worker_idx = 1; worker_idx < num_workers; ++worker_idx) threads.emplace_back(work, worker_idx);
+    work(0);
+  } catch (const std::system_error& error) {
+    fail(std::make_exception_ptr(Error(
+        WEFT_OUT_OF_MEMORY, words("cannot start matrix worker ", threads.size() + 1, " of ", num_workers - 1, ": ",
+                                  error.what(), "; lower num_workers or raise the limits of the process"))));
+  }
   for (std::thread& thread : threads) thread.join();
 
   if (failure) std::rethrow_exception(failure);

@@ -174,22 +174,12 @@ class TaskOrder {
     const int64_t cols = spans_hidden ? shape().hidden : shape().intermediate;
     return ceil_div(static_cast<int32_t>(cols), tile_cols(kind));
   }
-  // Constant indices: one known only at run time would put the whole object into a kernel's local memory.
+  // A selection, not an index: one known only at run time would put the whole object into a kernel's local memory.
   WEFT_HD int32_t tile_cols(TaskKind kind) const {
-    switch (kind) {
-      case TaskKind::kGateUp:
-        return tiling_.cols[0];
-      case TaskKind::kDown:
-        return tiling_.cols[1];
-      case TaskKind::kDownDgrad:
-        return tiling_.cols[2];
-      case TaskKind::kGateUpDgrad:
-        return tiling_.cols[3];
-      case TaskKind::kDownWgrad:
-        return tiling_.cols[4];
-      default:
-        return tiling_.cols[5];
-    }
+    const auto of = [&](TaskKind other, int32_t cols) { return kind == other ? cols : 0; };
+    return of(TaskKind::kGateUp, tiling_.cols[0]) + of(TaskKind::kDown, tiling_.cols[1]) +
+           of(TaskKind::kDownDgrad, tiling_.cols[2]) + of(TaskKind::kGateUpDgrad, tiling_.cols[3]) +
+           of(TaskKind::kDownWgrad, tiling_.cols[4]) + of(TaskKind::kGateUpWgrad, tiling_.cols[5]);
   }
   // Tiles over the rows of one gate, up or down weight.
   WEFT_HD int32_t num_weight_row_tiles(TaskKind kind) const {
@@ -282,7 +272,8 @@ class TaskOrder {
       const int32_t tasks = m_tiles * num_n_tiles(stage.kind);
       if (index < tasks) {
         const int32_t first = is_wgrad(stage.kind) ? 0 : blocks(expert).begin;
-        return {stage.kind, expert, first + index % m_tiles, index / m_tiles};
+        const int32_t n_tile = index / m_tiles;
+        return {stage.kind, expert, first + index - n_tile * m_tiles, n_tile};
       }
       index -= tasks;
     }

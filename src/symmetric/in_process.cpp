@@ -57,16 +57,15 @@ class InProcessMemory final : public SymmetricMemory {
   }
   void map_peers() override {
     for (size_t peer = 0; peer < flags_.size(); ++peer) {
-      flags_[peer] = shared_->new_flags[peer].get();
-      data_[peer] = shared_->new_data[peer].get();
+      new_flags_[peer] = shared_->new_flags[peer].get();
+      new_data_[peer] = shared_->new_data[peer].get();
     }
-    flag_bytes_ = grown_flag_bytes_;
-    data_bytes_ = grown_data_bytes_;
   }
   void finish_mapping() override {
     const auto own = static_cast<size_t>(rank_);
     shared_->flags[own] = std::move(shared_->new_flags[own]);
     shared_->data[own] = std::move(shared_->new_data[own]);
+    turn_over();
   }
 
  private:

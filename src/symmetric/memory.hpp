@@ -30,9 +30,9 @@ class SymmetricMemory {
 
   // Makes this rank's new areas, zeroed. Throws Error(WEFT_OUT_OF_MEMORY) with the bytes.
   virtual void grow_own(int64_t flag_bytes, int64_t data_bytes) = 0;
-  // Maps the peers' new areas and turns to them; every rank has grown.
+  // Maps the peers' new areas; every rank has grown.
   virtual void map_peers() = 0;
-  // Gives back what only the old areas or the mapping needed; every rank has mapped.
+  // Turns to what was mapped and gives back the old areas; every rank has mapped.
   virtual void finish_mapping() = 0;
 
  protected:
@@ -40,17 +40,30 @@ class SymmetricMemory {
       : rank_(rank),
         controls_(static_cast<size_t>(num_ranks)),
         flags_(static_cast<size_t>(num_ranks)),
-        data_(static_cast<size_t>(num_ranks)) {}
+        data_(static_cast<size_t>(num_ranks)),
+        new_flags_(static_cast<size_t>(num_ranks)),
+        new_data_(static_cast<size_t>(num_ranks)) {}
+
+  // Puts in force what has been grown and mapped. Only when every rank has: a rank that could not must find the others
+  // where they were.
+  void turn_over() {
+    flags_ = new_flags_;
+    data_ = new_data_;
+    flag_bytes_ = grown_flag_bytes_;
+    data_bytes_ = grown_data_bytes_;
+  }
 
   int32_t rank_;
   int64_t flag_bytes_ = 0;
   int64_t data_bytes_ = 0;
-  // What grow_own has made; in force once map_peers knows that every rank has managed to.
+  // What grow_own has made and map_peers has mapped; in force after turn_over.
   int64_t grown_flag_bytes_ = 0;
   int64_t grown_data_bytes_ = 0;
   std::vector<ControlBlock*> controls_;
   std::vector<std::byte*> flags_;
   std::vector<std::byte*> data_;
+  std::vector<std::byte*> new_flags_;
+  std::vector<std::byte*> new_data_;
 };
 
 // All ranks in this process; element r is rank r's.

@@ -1,5 +1,6 @@
 // Processes of one machine: every rank makes named segments of POSIX shared memory and maps its peers'. Names exist
-// only until all ranks have mapped, so that nothing is left behind by a group that dies later.
+// only until all ranks have mapped, so that nothing is left behind by a group that dies later. Where it dies before,
+// its survivors take the names of the dead away.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -71,21 +72,33 @@ int try_open_segment(const std::string& name, int64_t bytes) {
   return -1;
 }
 
-// Names that peers can still open; gone with this object, also when a constructor throws half-way.
+// Names of all ranks' segments that may still be visible. Once all have mapped, each rank unlinks its own; where that
+// never comes, also when a constructor throws half-way, this object unlinks the peers' too, as one of them may be dead.
 class VisibleNames {
  public:
   VisibleNames() = default;
   VisibleNames(const VisibleNames&) = delete;
   VisibleNames& operator=(const VisibleNames&) = delete;
-  ~VisibleNames() { unlink(); }
-  void add(const std::string& name) { names_.push_back(name); }
-  void unlink() {
-    for (const std::string& name : names_) ::shm_unlink(name.c_str());
-    names_.clear();
+  ~VisibleNames() { unlink_all(); }
+  void add(const std::string& name, bool is_own) { (is_own ? own_ : peers_).push_back(name); }
+  // Not the peers': a fast one may already be making a new group of the same name.
+  void unlink_own() {
+    unlink(own_);
+    peers_.clear();
+  }
+  void unlink_all() {
+    unlink(own_);
+    unlink(peers_);
   }
 
  private:
-  std::vector<std::string> names_;
+  static void unlink(std::vector<std::string>& names) {
+    for (const std::string& name : names) ::shm_unlink(name.c_str());
+    names.clear();
+  }
+
+  std::vector<std::string> own_;
+  std::vector<std::string> peers_;
 };
 
 class SharedMemory final : public SymmetricMemory {
@@ -113,19 +126,16 @@ class SharedMemory final : public SymmetricMemory {
   void map_peers() override {
     open_peers(new_flag_segments_, "flags", grown_flag_bytes_);
     open_peers(new_data_segments_, "data", grown_data_bytes_);
-    flag_bytes_ = grown_flag_bytes_;
-    data_bytes_ = grown_data_bytes_;
     for (size_t peer = 0; peer < controls_.size(); ++peer) {
-      flags_[peer] = new_flag_segments_[peer].address();
-      data_[peer] = new_data_segments_[peer].address();
+      new_flags_[peer] = new_flag_segments_[peer].address();
+      new_data_[peer] = new_data_segments_[peer].address();
     }
-    std::swap(flag_segments_, new_flag_segments_);
-    std::swap(data_segments_, new_data_segments_);
   }
   void finish_mapping() override {
-    visible_names_.unlink();
-    new_flag_segments_.clear();
-    new_data_segments_.clear();
+    visible_names_.unlink_own();
+    flag_segments_ = std::exchange(new_flag_segments_, {});
+    data_segments_ = std::exchange(new_data_segments_, {});
+    turn_over();
   }
 
  private:
@@ -133,9 +143,11 @@ class SharedMemory final : public SymmetricMemory {
     return words("/weft-", name_, "-", rank, "-", area, "-", generation_);
   }
   void make_own(std::vector<Segment>& segments, const char* area, int64_t bytes) {
-    const std::string name = segment_name(rank_, area);
-    segments[static_cast<size_t>(rank_)] = create_segment(name, bytes);
-    visible_names_.add(name);
+    segments[static_cast<size_t>(rank_)] = create_segment(segment_name(rank_, area), bytes);
+    // Only now: a name that was taken is another group's, and so are its peers'.
+    for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+      visible_names_.add(segment_name(rank, area), rank == rank_);
+    }
   }
   void open_peers(std::vector<Segment>& segments, const char* area, int64_t bytes) {
     const auto begin = std::chrono::steady_clock::now();
@@ -144,8 +156,11 @@ class SharedMemory final : public SymmetricMemory {
       int descriptor = try_open_segment(segment_name(peer, area), bytes);
       while (descriptor < 0) {
         const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
-        require(waited.count() < deadline_s_, WEFT_STALLED, "rank ", peer, " of group \"", name_,
-                "\" did not bring its ", area, " memory within ", deadline_s_, " s; is it running?");
+        if (waited.count() >= deadline_s_) {
+          visible_names_.unlink_all();
+          throw Error(WEFT_STALLED, words("rank ", peer, " of group \"", name_, "\" did not bring its ", area,
+                                          " memory within ", deadline_s_, " s; is it running?"));
+        }
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         descriptor = try_open_segment(segment_name(peer, area), bytes);
       }

@@ -1,5 +1,12 @@
 // The C ABI as a caller meets it: every refusal with its words, handles, and groups that stay usable after an error.
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <limits>
 #include <thread>
 
 #include "backend/layer_harness.hpp"
@@ -50,6 +57,15 @@ INSTANTIATE_TEST_SUITE_P(
                     c.intermediate = 64;
                   },
                   WEFT_INVALID_ARGUMENT, "intermediate is 64; precision fp8 allows positive multiples of 128"},
+        BadConfig{"hidden_too_large", [](weft_config& c) { c.hidden = int64_t{1} << 62; }, WEFT_INVALID_ARGUMENT,
+                  "hidden is 4611686018427387904; precision bf16 allows positive multiples of 64 up to 1048576"},
+        BadConfig{"intermediate_too_large", [](weft_config& c) { c.intermediate = (int64_t{1} << 20) + 64; },
+                  WEFT_INVALID_ARGUMENT, "intermediate is 1048640; precision bf16 allows positive multiples of 64 up"},
+        BadConfig{"too_many_experts", [](weft_config& c) { c.num_experts = std::numeric_limits<int32_t>::max(); },
+                  WEFT_INVALID_ARGUMENT,
+                  "num_experts is 2147483647; it must be a positive multiple of ep_size = 1, at most 65536"},
+        BadConfig{"too_many_workers", [](weft_config& c) { c.num_workers = 1025; }, WEFT_INVALID_ARGUMENT,
+                  "num_workers is 1025; allowed: 1 to 1024, or 0 for the default"},
         BadConfig{"hidden_zero", [](weft_config& c) { c.hidden = 0; }, WEFT_INVALID_ARGUMENT, "hidden is 0"},
         BadConfig{"experts_per_rank", [](weft_config& c) { c.ep_size = 3; }, WEFT_INVALID_ARGUMENT,
                   "num_experts is 8; it must be a positive multiple of ep_size = 3"},
@@ -74,7 +90,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"clamp_limit", [](weft_config& c) { c.clamp_limit = -1; }, WEFT_INVALID_ARGUMENT,
                   "clamp_limit is -1"},
         BadConfig{"too_many_routes", [](weft_config& c) { c.max_tokens = int64_t{1} << 31; }, WEFT_INVALID_ARGUMENT,
-                  "lower max_tokens"},
+                  "max_tokens is 2147483648; allowed: 0 to 1073741311, as at most 2147482623 routes"},
+        BadConfig{"most_tokens", [](weft_config& c) { c.max_tokens = std::numeric_limits<int64_t>::max(); },
+                  WEFT_INVALID_ARGUMENT, "max_tokens is 9223372036854775807; allowed: 0 to 1073741311"},
         BadConfig{"struct_size", [](weft_config& c) { c.struct_size = 8; }, WEFT_INVALID_ARGUMENT,
                   "config.struct_size is 8"}),
     [](const auto& test) { return std::string(test.param.name); });
@@ -284,6 +302,60 @@ TEST(Sizes, AreKnownBeforehandAndDoNotDependOnTheRank) {
   ASSERT_EQ(weft_query_sizes(&inputs_only, &sizes[1]), WEFT_OK) << weft_last_error();
   EXPECT_EQ(sizes[1].saved_bytes, 0);
 }
+
+TEST(Sizes, OfTheLargestLayerAreExact) {
+  weft_config config = good_config();
+  config.precision = WEFT_PRECISION_FP64;
+  config.hidden = config.intermediate = int64_t{1} << 20;
+  config.num_experts = 1 << 16;
+  config.top_k = kMaxTopK;
+  config.max_tokens = (std::numeric_limits<int32_t>::max() - (int64_t{kBlockRows} << 16)) / kMaxTopK;
+  config.capacity_rows = std::numeric_limits<int64_t>::max();
+  weft_sizes sizes;
+  WEFT_INIT(sizes);
+  ASSERT_EQ(weft_query_sizes(&config, &sizes), WEFT_OK) << weft_last_error();
+  // A capacity above every routing's need is that need: the rows of all routes, and a block an expert.
+  const int64_t rows = (config.max_tokens * kMaxTopK / kBlockRows + config.num_experts) * kBlockRows;
+  EXPECT_EQ(sizes.capacity_rows, rows);
+  EXPECT_EQ(sizes.saved_bytes, rows * 2 * config.intermediate * 8);
+  EXPECT_GT(sizes.workspace_bytes, rows * config.hidden * 8);
+  EXPECT_GT(sizes.symmetric_bytes, 3 * config.max_tokens * config.hidden * 8);
+}
+
+TEST(DataDtype, OfNoPrecisionIsAnErrorInWords) {
+  EXPECT_EQ(weft_data_dtype(WEFT_PRECISION_FP64), WEFT_DTYPE_FP64);
+  EXPECT_STREQ(weft_last_error(), "");
+  EXPECT_EQ(weft_data_dtype(static_cast<weft_precision>(7)), WEFT_DTYPE_BF16);
+  EXPECT_NE(std::string(weft_last_error()).find("precision 7 is not"), std::string::npos) << weft_last_error();
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space of their own
+// Leaves this process room for some thread stacks, but not for a thousand.
+void limit_address_space() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit limit{};
+  ::getrlimit(RLIMIT_AS, &limit);
+  limit.rlim_cur = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + (int64_t{256} << 20));
+  ::setrlimit(RLIMIT_AS, &limit);
+}
+
+TEST(OverlappedDeathTest, WithoutThreadsItSaysSoInWordsAndTheProcessLives) {
+  Ranks ranks(1);
+  weft_config config = good_config();
+  config.schedule = WEFT_SCHEDULE_OVERLAPPED;
+  config.num_workers = 1024;
+  Call call(config, ranks.create(config)[0]);
+  const auto run_short_of_threads = [&] {
+    limit_address_space();
+    const weft_status status = call.run();
+    std::fputs(weft_last_error(), stderr);
+    std::exit(status);
+  };
+  EXPECT_EXIT(run_short_of_threads(), ::testing::ExitedWithCode(WEFT_OUT_OF_MEMORY),
+              "cannot start matrix worker [0-9]+ of 1024: .*; lower num_workers");
+}
+#endif
 
 TEST(CppFace, OwnsHandlesAndThrowsTheWords) {
   std::vector<weft::Group> groups = weft::Group::local(1);

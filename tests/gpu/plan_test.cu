@@ -397,13 +397,16 @@ void test_stall() {
       "the group is finished: find out why that rank is missing, then make a new group";
   check(waited.fault == PlanFault::kStalled && text == expected, words("stall: the report reads: ", text));
   check(group[0].read_state().ready == 0, "stall: rank 0 is not ready");
-  check(group[0].read_control().abort == 1 && group[1].read_control().abort == 1, "stall: every rank's abort word");
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    check(group[rank].read_control().abort == encode_abort(0, 1), words("stall: the abort word of rank ", rank));
+  }
 
   launch = group.arguments(1, 4);
   launch_plan(launch, group[1].stream);
   must(cudaDeviceSynchronize(), "a plan kernel that comes too late");
   const PlanReport late = group[1].read_report();
-  check(late.fault == PlanFault::kStalled && late.stall.aborted_by == 0, "stall: the late rank names who gave up");
+  check(late.fault == PlanFault::kStalled && late.stall.aborted_by == 0 && late.stall.blamed == 1,
+        "stall: the late rank names who gave up, and on whom");
   check(group[1].read_state().ready == 0, "stall: the late rank is not ready");
 }
 

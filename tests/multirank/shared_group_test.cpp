@@ -1,5 +1,6 @@
 // Ranks in processes of their own, over POSIX shared memory: the same bits as virtual ranks, and a rank that dies is
 // named by the others within the deadline.
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -7,6 +8,7 @@
 #include <csignal>
 #include <filesystem>
 #include <functional>
+#include <thread>
 
 #include "backend/layer_harness.hpp"
 #include "weft/weft.hpp"
@@ -147,6 +149,50 @@ TEST(Processes, APeerThatNeverStartsIsNamed) {
   }
   EXPECT_EQ(num_visible_names(name), 0);
   EXPECT_THROW(Group::shared(name, 0, 2, 0.01), Exception);  // and not "cannot create": the name is free again
+}
+
+TEST(Processes, ThatDieWhileTheGroupIsMadeLeaveNoNames) {
+  const std::string name = fresh_name("unmade");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    Group::shared(name, 1, 3, 60);  // waits for rank 0, its memory made
+    ::_exit(0);
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  while (num_visible_names(name) == 0 && std::chrono::steady_clock::now() - begin < std::chrono::seconds(30)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_EQ(num_visible_names(name), 1);
+  EXPECT_THROW(Group::shared(name, 0, 3, 0.1), Exception);
+  EXPECT_EQ(num_visible_names(name), 0);
+}
+
+TEST(Processes, ThatDieWhileTheMemoryGrowsLeaveNoNames) {
+  LayerCase layer{cases::uniform_routing({6, 2, {2000, 2000}}, 63), 64, 64, WEFT_PRECISION_BF16};
+  const std::string name = fresh_name("ungrown");
+  const auto codes = run_ranks(2, [&](int32_t rank) {
+    weft_config config = config_of(layer);
+    config.ep_rank = rank;
+    config.deadline_s = 1;
+    {
+      const Group group = Group::shared(name, rank, 2, 30);
+      if (rank == 1) {  // killed as its data segment is given its size
+        const rlimit limit{1 << 16, 1 << 16};
+        ::setrlimit(RLIMIT_FSIZE, &limit);
+      }
+      try {
+        const Layer on_rank(config, group);
+        return 1;
+      } catch (const Exception& exception) {
+        if (exception.status() != WEFT_STALLED) return 2;
+      }
+      if (num_visible_names(name) != 4) return 3;  // flags and data of both ranks
+    }
+    return num_visible_names(name) == 0 ? 0 : 4;
+  });
+  EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGXFSZ}));
 }
 
 }  // namespace

@@ -110,7 +110,20 @@ TEST(Gate, DeadlineTellsAllRanksAndSaysWho) {
   EXPECT_EQ(describe(gate.report(), 1, kShortDeadline),
             "rank 1 stalled in sum_tokens (task 4): flag arrived[9], written by rank 2, should be 7 and is 5 after the "
             "deadline of 0.05 s; the group is finished: find out why that rank is missing, then make a new group");
-  for (int32_t rank = 0; rank < ranks.size(); ++rank) EXPECT_EQ(ranks.controls()[rank]->abort, 2u);
+  for (int32_t rank = 0; rank < ranks.size(); ++rank) EXPECT_EQ(ranks.controls()[rank]->abort, encode_abort(1, 2));
+}
+
+// Rank 0 waits for rank 1, which waits for rank 2, which is dead: rank 0 must hear of rank 2.
+TEST(Gate, AWaiterHearsWhomTheRankThatGaveUpWasWaitingFor) {
+  Ranks ranks(3);
+  HostMemory memory(kShortDeadline);
+  const uint32_t flag = 0;
+  Gate<HostMemory> first(memory, ranks.controls(), 1, 3);
+  EXPECT_FALSE(first.wait(&flag, uint32_t{1}, Scope::kSystem, {WaitTask::kForward, -1, FlagKind::kEntry, -1, 2}));
+  Gate<HostMemory> second(memory, ranks.controls(), 0, 3);
+  EXPECT_FALSE(second.wait(&flag, uint32_t{1}, Scope::kSystem, {WaitTask::kForward, -1, FlagKind::kEntry, -1, 1}));
+  EXPECT_NE(describe(second.report(), 0, kShortDeadline).find("rank 1 had given up before, waiting for rank 2"),
+            std::string::npos);
 }
 
 TEST(Gate, AbortEndsEveryWaitLongBeforeItsDeadline) {

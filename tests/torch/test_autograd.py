@@ -36,6 +36,20 @@ class Calls(TorchDispatchMode):
         return Counter(name for name, _ in self.calls)
 
 
+class Allocations(TorchDispatchMode):
+    """Notes the dtype of every tensor that torch's own ops return inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.dtypes.add(result.dtype)
+        return result
+
+
 def arguments_of_forward(problem, group, save, requires_grad=True):
     x, topk_weights, gate_up, down = leaves_of(problem)
     if not requires_grad:
@@ -123,6 +137,27 @@ def test_only_the_wanted_gradients_are_computed(save, wanted):
                 assert torch.equal(leaf.grad, expected[name][rank])
             else:
                 assert leaf.grad is None
+
+
+def test_the_backward_allocates_no_gradient_of_saved():
+    problem, group = small_problem(torch.float32), weft.virtual_ep_group(2)
+    y = forward(problem, leaves_of(problem), "fp32", group)
+    with Allocations() as allocations:
+        torch.autograd.backward(y, problem.dy)
+    assert torch.float32 in allocations.dtypes
+    assert torch.uint8 not in allocations.dtypes
+
+
+@pytest.mark.parametrize("save", ["gate_up", "inputs"])
+def test_an_unused_y_has_a_gradient_of_zeros(save):
+    problem, group = small_problem(torch.float32), weft.virtual_ep_group(2)
+    problem.dy[1].zero_()
+    expected = run(problem, "fp32", group, save=save)
+    leaves = leaves_of(problem)
+    y = forward(problem, leaves, "fp32", group, save=save)
+    y[0].backward(problem.dy[0])
+    for name, tensors in zip(("dx", "dtopk_weights", "dgate_up", "ddown"), leaves, strict=True):
+        assert_same_bits({name: [t.grad for t in tensors]}, {name: expected[name]})
 
 
 def test_few_tensors_are_saved():

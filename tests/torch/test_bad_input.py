@@ -12,6 +12,7 @@ import torch.distributed as dist
 import weft_moe as weft
 from cases import make_problem, random_routing
 from ranks import run_ranks
+from torch.autograd import forward_ad
 
 HIDDEN, INTERMEDIATE, E, K, T = 64, 128, 4, 2, 5
 
@@ -116,6 +117,22 @@ def sized(hidden, intermediate, dtype=torch.bfloat16, **others):
         ({"save": "z"}, "save = 'z': choose one of 'gate_up', 'inputs'"),
         ({"activation": "gelu"}, "activation = 'gelu': choose 'swiglu'"),
         ({"clamp_limit": 0.0}, "clamp_limit = 0.0: a limit is above 0, None is no limit"),
+        ({"deadline_s": float("nan")}, "deadline_s is nan; allowed: a positive number of seconds"),
+        ({"deadline_s": -1.0}, "deadline_s is -1; allowed: a positive number of seconds"),
+        ({"num_experts": 0}, "num_experts is 0; it must be positive"),
+        ({"x": []}, "x is an empty list: pass one tensor a rank"),
+        (
+            {"main_grad": (torch.zeros(E, 2 * INTERMEDIATE, HIDDEN),)},
+            "main_grad is a tuple of 1: must be a pair, (buffer for gate_up, buffer for down)",
+        ),
+        (
+            {"main_grad": (None, torch.zeros(E, HIDDEN, INTERMEDIATE))},
+            "main_grad[0], the buffer for gate_up, is None: pass both",
+        ),
+        (
+            {"main_grad": (torch.zeros(E, 2 * INTERMEDIATE, HIDDEN), None)},
+            "main_grad[1], the buffer for down, is None: pass both",
+        ),
         (
             {
                 "main_grad": (
@@ -181,6 +198,38 @@ def test_lists_need_one_entry_a_rank():
         weft.moe(**a_list, num_experts=4, group=group)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": None}, "x is a NoneType: must be a list of tensors, one a rank; or pass a single"),
+        ({"x": [None]}, r"x\[0\] is a NoneType: must be a tensor"),
+        ({"topk_idx": [torch.zeros(T, K).int()]}, "topk_idx is a list: must be a tensor, as x is"),
+        ({"x": [torch.zeros(T, HIDDEN).bfloat16()]}, "topk_idx is a Tensor: must be a list"),
+    ],
+)
+def test_what_is_no_tensor(changes, words):
+    with pytest.raises(TypeError, match=words):
+        weft.moe(**arguments(**changes))
+
+
+def test_main_grad_lists_need_one_entry_a_rank():
+    group = weft.virtual_ep_group(2)
+    good = arguments(local_experts=2)
+    lists = {name: [value] * 2 for name, value in good.items() if name != "num_experts"}
+    buffers = [torch.zeros(2, 2 * INTERMEDIATE, HIDDEN)] * 2
+    with pytest.raises(ValueError, match=r"main_grad\[1\] has 1 tensors, x has 2: pass one a rank"):
+        main_grad = (buffers, [torch.zeros(2, HIDDEN, INTERMEDIATE)])
+        weft.moe(**lists, num_experts=4, group=group, main_grad=main_grad)
+
+
+@pytest.mark.parametrize("save", ["gate_up", "inputs"])
+def test_forward_mode_derivatives(save):
+    good = arguments(save=save)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        x = forward_ad.make_dual(good["x"], torch.ones_like(good["x"]))
+        weft.moe(**good | {"x": x})
+
+
 def test_virtual_ranks_are_named():
     group = weft.virtual_ep_group(2)
     good = [arguments(local_experts=2), arguments(local_experts=2)]
@@ -212,6 +261,8 @@ def test_a_call_that_failed_leaves_the_group_usable():
     refusal(group=group, x=torch.randn(T, HIDDEN))
     refusal(group=group, topk_idx=torch.full((T, K), E))
     assert weft.moe(**arguments(group=group)).shape == (T, HIDDEN)
+    # Nor is the layer of that call found for it.
+    assert "deadline_s is nan" in refusal(group=group, deadline_s=float("nan"))
 
 
 def test_more_memory_than_there_is():
@@ -240,6 +291,7 @@ def test_one_wrong_rank_is_heard_by_the_others():
         "x has shape [5], must be [T, H]": {"x": torch.randn(T)},
         "x has dtype torch.float32": {"x": torch.randn(T, HIDDEN)},
         "x has strides": {"x": torch.randn(HIDDEN, T).bfloat16().t()},
+        "deadline_s is nan": {"deadline_s": float("nan")},
         "down has shape": {"down": torch.zeros(1, HIDDEN, INTERMEDIATE).bfloat16()},
         "x has 6 tokens, the group was made for 5": {
             "x": torch.randn(T + 1, HIDDEN).bfloat16(),

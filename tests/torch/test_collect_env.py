@@ -41,6 +41,11 @@ def test_supports_says_nothing_or_why_not():
     assert "top_k is 9; allowed: 1 to 8" in weft.supports(
         hidden=64, intermediate=64, num_experts=8, top_k=9
     )
+    for number in ("num_experts", "top_k", "ep_size"):
+        for value in (2**32 + 1, 1 - 2**32):
+            assert f"{number} is {value}; it must fit into 32 bits" in weft.supports(
+                hidden=64, intermediate=64, **{number: value}
+            )
     # No CUDA backend in this build, no device in this machine, or no backward in the backend.
     assert "CUDA" in weft.supports(hidden=64, intermediate=64, device="cuda")
     with pytest.raises(

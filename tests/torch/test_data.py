@@ -40,6 +40,11 @@ def test_missing_empty_and_short_texts_are_refused(tmp_path):
         load_text(str(tmp_path), 100)
     with pytest.raises(ValueError, match=r"data.path = 'nowhere' does not exist"):
         load_text("nowhere", 100)
+    with pytest.raises(ValueError, match=r"data.path = '' names nothing: .* leave the key out"):
+        load_text("", 100)
+    # A file whose first byte nobody may read, whoever the user is.
+    with pytest.raises(ValueError, match=r"data.path = '/proc/self/mem' cannot be read \(.*error"):
+        load_text("/proc/self/mem", 100)
     empty.write_bytes(b"short")
     with pytest.raises(ValueError, match=r"the text has 5 bytes, .* = 128 needs 129"):
         Batches(DataConfig(path=str(empty)), seed=0, rank=0, num_ranks=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
@@ -175,6 +177,26 @@ def test_handles_of_virtual_ranks_in_threads():
     for thread in threads:
         thread.join()
     assert_ranks_equal_virtual(results, problem)
+
+
+def test_a_copied_module_stays_in_its_group():
+    group = weft.virtual_ep_group(2)
+    layer = weft.MoE(8, 8, 4, 2, precision="fp32", group=group)
+    x = [torch.randn(3, 8), torch.randn(5, 8)]
+    for copied in (copy.copy(layer), copy.deepcopy(layer)):
+        assert copied.group is group
+        assert_same_bits({"y": copied(x)}, {"y": layer(x)})
+
+
+def test_only_the_group_of_one_process_is_pickled():
+    layer = weft.MoE(8, 8, 4, 2, precision="fp32")
+    restored = pickle.loads(pickle.dumps(layer))
+    assert restored.group is layer.group
+    x = torch.randn(3, 8)
+    assert torch.equal(restored(x), layer(x))
+    for ep_size in (1, 2):
+        with pytest.raises(TypeError, match=r"cannot be pickled: .* Save the module's state_dict"):
+            pickle.dumps(weft.virtual_ep_group(ep_size))
 
 
 def test_a_process_may_end_with_groups_in_use():

@@ -136,7 +136,7 @@ def test_console_script_on_two_ranks(tmp_path, launcher):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Training") == 1, "only one rank may report"
-    for words in ("torch bf16", "torch fp32", "tokens/s", "gave the same losses"):
+    for words in ("torch bf16", "mean loss, last 4", "tokens/s", "gave the same losses"):
         assert words in done.stdout
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     rows = (tmp_path / "out" / "losses.csv").read_text().splitlines()
@@ -155,6 +155,7 @@ def test_disagreeing_losses_end_in_a_failure(tmp_path, capsys):
         ("trainer.stpes=3", "[trainer] has an unknown key 'stpes'"),
         ("data.path='/dev/null/none'", "does not exist"),
         ("data.batch_size=7", "batch_size = 7 cannot be shared evenly by 2 ranks"),
+        ("trainer.output='/dev/null/out'", "output = '/dev/null/out' cannot be written"),
         ("trainer.num_ranks=1", "num_ranks = 1 does not divide into groups of ep = 2"),
     ],
 )
@@ -169,6 +170,30 @@ def test_unusable_configurations_are_told_in_words(tmp_path, capsys, override, w
 def test_missing_devices_are_told_in_words(tmp_path, capsys):
     assert main([config_file(tmp_path), "--set", 'trainer.device="cuda"']) == 2
     assert "torch sees 0 CUDA devices and each rank needs one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("trainer.model.num_experts=64", "trainer.model.top_k=33"),
+            "top_k is 33; allowed: 1 to 32",
+        ),
+        (
+            ("trainer.ep=128", "trainer.model.num_experts=128", "data.batch_size=128"),
+            "ep_size is 128; allowed: 1 to 64",
+        ),
+    ],
+)
+def test_what_the_layer_cannot_run_is_told_before_a_rank_starts(tmp_path, capsys, overrides, words):
+    arguments = [config_file(tmp_path)]
+    sizes = "trainer.model={hidden=64, intermediate=64}"
+    for override in ('trainer.model.moe.dispatch.type="mega_moe"', sizes, *overrides):
+        arguments += ["--set", override]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("weft-train: dispatch type 'mega_moe' cannot run here: ")
+    assert words in error
 
 
 def test_missing_ops_are_told_in_words(tmp_path, capsys, monkeypatch):

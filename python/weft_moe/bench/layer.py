@@ -127,6 +127,7 @@ def dispatch_for(implementation: str, problem: Problem, training: bool = True) -
         process_group=None,
         device=problem.device,
         training=training,
+        top_k=problem.shape.top_k,
     )
     return make_dispatch(IMPLEMENTATIONS[implementation], layer)
 

@@ -24,8 +24,24 @@ def load_text(path: str | None, max_bytes: int) -> np.ndarray:
         uint8 [N], N <= max_bytes.
 
     Raises:
-        ValueError: the path does not exist, or there is not one byte in it.
+        ValueError: the path is "", does not exist or cannot be read, or there is not one byte in
+            it.
     """
+    try:
+        return _load_text(path, max_bytes)
+    except OSError as error:
+        name = "the standard library" if path is None else f"data.path = {path!r}"
+        raise ValueError(
+            f"{name} cannot be read ({error}): name a file or folder that this user may read"
+        ) from error
+
+
+def _load_text(path: str | None, max_bytes: int) -> np.ndarray:
+    if path == "":
+        raise ValueError(
+            "data.path = '' names nothing: name a text file or a folder, or leave the key out for "
+            "Python's standard library"
+        )
     if path is None:
         files = _standard_library()
         name = f"the standard library at {sysconfig.get_path('stdlib')}"

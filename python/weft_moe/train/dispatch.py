@@ -39,7 +39,7 @@ class MoeLayer:
 
     num_experts is E, of all ranks together; precision a key of `ACTIVATION_DTYPES`; process_group
     the ranks that share the experts, None for EP = 1; device where all tensors are; training says
-    that a backward will follow.
+    that a backward will follow; top_k the routes of a token.
     """
 
     num_experts: int
@@ -49,6 +49,7 @@ class MoeLayer:
     process_group: dist.ProcessGroup | None
     device: torch.device
     training: bool = True
+    top_k: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,13 +75,24 @@ class TorchDispatch:
         self.process_group = layer.process_group
         self.ep_size = layer.ep_size
         self.num_local = layer.num_experts // layer.ep_size
-        self.is_grouped = layer.device.type == "cuda" and layer.dtype == torch.bfloat16
+        self.is_grouped = self._takes_groups(layer)
+
+    @staticmethod
+    def unsupported(layer: MoeLayer, ep_size: int) -> str:
+        """Why this dispatch cannot serve a layer, or ""."""
         align = _GROUPED_ALIGN_BYTES // layer.dtype.itemsize
-        if self.is_grouped and (layer.hidden % align or layer.intermediate % align):
-            raise ValueError(
-                f"dispatch type 'torch' with hidden = {layer.hidden}, intermediate = "
-                f"{layer.intermediate}: on CUDA in bf16 both must be multiples of {align}"
+        if TorchDispatch._takes_groups(layer) and (
+            layer.hidden % align or layer.intermediate % align
+        ):
+            return (
+                f"hidden = {layer.hidden}, intermediate = {layer.intermediate}: on CUDA in bf16 "
+                f"both must be multiples of {align}"
             )
+        return ""
+
+    @staticmethod
+    def _takes_groups(layer: MoeLayer) -> bool:
+        return layer.device.type == "cuda" and layer.dtype == torch.bfloat16
 
     def __call__(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
@@ -194,21 +206,28 @@ class MegaMoeDispatch:
     def __init__(self, layer: MoeLayer) -> None:
         import weft_moe  # needs the compiled extension, which the other dispatch does without
 
-        reason = weft_moe.supports(
-            hidden=layer.hidden,
-            intermediate=layer.intermediate,
-            precision=layer.precision,
-            device=layer.device,
-            training=layer.training,
-        )
-        if reason:
-            raise ValueError(f"dispatch type 'mega_moe' cannot run here: {reason}")
         self.dtype = layer.dtype
         self._moe = weft_moe.moe
         group = layer.process_group
         self._group = None if group is None else weft_moe.ep_group(group)
         self._num_experts = layer.num_experts
         self._precision = layer.precision
+
+    @staticmethod
+    def unsupported(layer: MoeLayer, ep_size: int) -> str:
+        """Why this dispatch cannot serve a layer, or ""."""
+        import weft_moe
+
+        return weft_moe.supports(
+            hidden=layer.hidden,
+            intermediate=layer.intermediate,
+            precision=layer.precision,
+            device=layer.device,
+            num_experts=layer.num_experts,
+            top_k=layer.top_k,
+            ep_size=ep_size,
+            training=layer.training,
+        )
 
     def __call__(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
@@ -247,6 +266,24 @@ def check_dispatch(type: str, precision: str) -> None:
         )
 
 
+def check_layer(type: str, layer: MoeLayer, ep_size: int) -> None:
+    """Refuse a layer that a dispatch cannot serve on `ep_size` ranks; they need not run yet.
+
+    Raises:
+        ValueError: as `check_dispatch`; the ranks cannot share the experts evenly; or the dispatch
+            cannot run these sizes, or this precision on the device.
+        ImportError: the dispatch needs the compiled ops, which were not built.
+    """
+    check_dispatch(type, layer.precision)
+    if layer.num_experts % ep_size:
+        raise ValueError(
+            f"num_experts = {layer.num_experts} cannot be shared evenly by {ep_size} "
+            f"expert-parallel ranks: choose a count that {ep_size} divides"
+        )
+    if reason := DISPATCHES[type].unsupported(layer, ep_size):
+        raise ValueError(f"dispatch type {type!r} cannot run here: {reason}")
+
+
 def make_dispatch(type: str, layer: MoeLayer) -> Dispatch:
     """The dispatch of one model; its layers share it. Collective over the layer's process group.
 
@@ -255,15 +292,9 @@ def make_dispatch(type: str, layer: MoeLayer) -> Dispatch:
         layer: the layer it serves.
 
     Raises:
-        ValueError: as `check_dispatch`; the ranks cannot share the experts evenly; or the device
-            cannot run the precision.
+        ValueError, ImportError: as `check_layer`.
     """
-    check_dispatch(type, layer.precision)
-    if layer.num_experts % layer.ep_size:
-        raise ValueError(
-            f"num_experts = {layer.num_experts} cannot be shared evenly by {layer.ep_size} "
-            f"expert-parallel ranks: choose a count that {layer.ep_size} divides"
-        )
+    check_layer(type, layer, layer.ep_size)
     return DISPATCHES[type](layer)
 
 

@@ -43,7 +43,8 @@ def progress(
 def write_report(console: Console, runs: list[Run], folder: Path) -> None:
     """Print the table; write loss.png and losses.csv into a folder, made where it is missing."""
     table = Table(title="Training")
-    for column in ("dispatch", "first loss", "last loss", "seconds", "tokens/s"):
+    last_loss = f"mean loss, last {min(_NUM_LAST, len(runs[0].losses))}"
+    for column in ("dispatch", "first loss", last_loss, "seconds", "tokens/s"):
         table.add_column(column, justify="left" if column == "dispatch" else "right")
     for run in runs:
         last = run.losses[-_NUM_LAST:]

@@ -12,9 +12,11 @@ import contextlib
 import functools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import Config, ConfigError, DispatchConfig
 from .data import Batches
-from .dispatch import Dispatch, MoeLayer, make_dispatch
+from .dispatch import MoeLayer, check_layer, make_dispatch
 from .model import build_model, expert_parameters
 
 
@@ -104,10 +106,12 @@ def _place(config: Config, device: torch.device) -> Ranks:
 
 def check_machine(config: Config) -> None:
     """Find out before any rank starts whether this machine has what a configuration asks for.
+    Makes the output folder.
 
     Raises:
-        ConfigError: no such device, or fewer of them than ranks.
-        ValueError: a dispatch cannot run on the device, or the text is missing, empty or short.
+        ConfigError: no such device, or fewer of them than ranks; the output cannot be written.
+        ValueError: a dispatch cannot run on the device, or the text is missing, unreadable, empty
+            or short.
         ImportError: a dispatch needs the compiled ops, which were not built.
     """
     trainer = config.trainer
@@ -121,26 +125,36 @@ def check_machine(config: Config) -> None:
                 "devices and each rank needs one; start fewer ranks or choose device = 'cpu'"
             )
     for dispatch in trainer.dispatches:
-        _dispatch(config, dispatch, None, torch.device(trainer.device))
+        layer = _layer(config, dispatch, None, torch.device(trainer.device))
+        check_layer(dispatch.type, layer, trainer.ep)
     Batches(config.data, trainer.seed, rank=0, num_ranks=1)
+    folder = Path(trainer.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"[trainer] output = {trainer.output!r} cannot be written ({error}): choose a folder "
+            "that can be made and written"
+        ) from error
 
 
-def _dispatch(
+def _layer(
     config: Config,
     dispatch: DispatchConfig,
     process_group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Dispatch:
+) -> MoeLayer:
     sizes = config.trainer.model.sizes
-    layer = MoeLayer(
+    return MoeLayer(
         num_experts=sizes.num_experts,
         hidden=sizes.hidden,
         intermediate=sizes.intermediate,
         precision=dispatch.precision,
         process_group=process_group,
         device=device,
+        top_k=sizes.top_k,
     )
-    return make_dispatch(dispatch.type, layer)
 
 
 def train(
@@ -163,7 +177,7 @@ def train(
     batches = Batches(config.data, trainer.seed, ranks.rank, ranks.num_ranks)
     model = build_model(
         trainer.model.sizes,
-        _dispatch(config, dispatch, ranks.ep_group, device),
+        make_dispatch(dispatch.type, _layer(config, dispatch, ranks.ep_group, device)),
         max_positions=config.data.sequence_length,
         ep_rank=ranks.ep_rank,
         ep_size=ranks.ep_size,

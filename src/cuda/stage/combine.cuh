@@ -55,17 +55,38 @@ __device__ __forceinline__ void sum_rows(const ForwardParams& params, const Entr
   }
 }
 
+// Tokens without a valid route are in no entry: their sum of nothing is written here, a token a lane.
+__device__ __forceinline__ void zero_masked_tokens(const ForwardParams& params, int32_t first_token) {
+  const Plan& plan = params.plan;
+  const int64_t hidden = plan.shape.hidden;
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  bool masked = first_token + lane < params.state->num_own_tokens;
+  for (int32_t k = 0; k < plan.shape.top_k && masked; ++k) {
+    masked = plan.route_row[plan.route_offset(0, first_token + lane) + k] < 0;
+  }
+  for (uint32_t lanes = __ballot_sync(~0U, masked); lanes != 0; lanes &= lanes - 1) {
+    Bf16* row = params.y + (first_token + __ffs(static_cast<int32_t>(lanes)) - 1) * hidden;
+    for (int64_t column = lane * 8; column < hidden; column += 256) *reinterpret_cast<uint4*>(row + column) = uint4{};
+  }
+}
+
 template <int32_t kChunks, int32_t kRowsAtOnce>
 __device__ inline void run_combine(const ForwardParams& params) {
   const Plan& plan = params.plan;
   const PassFlags& flags = params.flags.banks[0];
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const int32_t num_entries = plan.pass_entry_begin[1];
+  const int32_t num_token_batches = ceil_div(params.state->num_own_tokens, 32);
   const auto out_tiles = static_cast<uint32_t>(ceil_div<int64_t>(plan.shape.hidden, kTileN) * kMathWarps);
   for (;;) {
     uint32_t claimed = 0;
     if (lane == 0) claimed = ptx::atom_add_relaxed_gpu(flags.comm_ticket, 1);
-    const int32_t begin = static_cast<int32_t>(__shfl_sync(~0U, claimed, 0)) * kCombineBatch;
+    const auto ticket = static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
+    if (ticket < num_token_batches) {
+      zero_masked_tokens(params, ticket * 32);
+      continue;
+    }
+    const int32_t begin = (ticket - num_token_batches) * kCombineBatch;
     if (begin >= num_entries) return;
     for (int32_t position = begin; position < min_of(begin + kCombineBatch, num_entries); ++position) {
       const Entry entry = plan.entries[plan.combine_order[position]];

@@ -52,7 +52,7 @@ inline __device__ __noinline__ bool ended_by_abort(const PlanLaunch& launch, Wai
   const uint32_t abort = plan_memory(launch).poll(&own_control(launch)->abort);
   if (abort == 0) return false;
   if (claim(launch.report, PlanFault::kStalled)) {
-    launch.report->stall = {{task, -1, FlagKind::kEntry, -1, -1}, 0, 0, static_cast<int32_t>(abort) - 1, true};
+    launch.report->stall = stall_report({task, -1, FlagKind::kEntry, -1, -1}, 0, 0, abort);
   }
   return true;
 }

@@ -31,10 +31,11 @@ __device__ __forceinline__ bool wait_counter(const ForwardParams& params, const 
       report->stall.expected = expected;
       report->stall.seen = ptx::ld_acquire_gpu(counter);
       report->stall.aborted_by = -1;
+      report->stall.blamed = -1;
       report->stall.stalled = true;
       __threadfence_system();
       report->fault = PlanFault::kStalled;
-      ptx::st_release_sys(abort, static_cast<uint32_t>(params.plan.shape.ep_rank + 1));
+      ptx::st_release_sys(abort, encode_abort(params.plan.shape.ep_rank, -1));
     }
     return false;
   }
