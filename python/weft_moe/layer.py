@@ -99,9 +99,17 @@ class MoE(nn.Module):
         self.down = nn.Parameter(
             torch.empty(num_local, hidden, intermediate, device=device, dtype=dtype)
         )
+        self._set_grad_dtype()
+        self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._set_grad_dtype()  # a parameter that is copied or pickled comes without it
+
+    def _set_grad_dtype(self) -> None:
+        grad_dtype = self.options["grad_dtype"]
         if grad_dtype is not None:
             self.gate_up.grad_dtype = self.down.grad_dtype = grad_dtype
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Normal values with the variance of one over the inputs of each product."""

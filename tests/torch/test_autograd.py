@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import threading
@@ -255,10 +256,11 @@ def test_weight_gradients_in_fp32():
 
 
 def test_module_keeps_fp32_gradients_of_bf16_experts():
-    layer = weft.MoE(64, 64, 4, 2, grad_dtype=torch.float32)
-    layer(torch.randn(9, 64).bfloat16()).sum().backward()
-    assert layer.gate_up.dtype == torch.bfloat16
-    assert layer.gate_up.grad.dtype == layer.down.grad.dtype == torch.float32
+    made = weft.MoE(64, 64, 4, 2, grad_dtype=torch.float32)
+    for layer in (made, copy.deepcopy(made)):
+        layer(torch.randn(9, 64).bfloat16()).sum().backward()
+        assert layer.gate_up.dtype == torch.bfloat16
+        assert layer.gate_up.grad.dtype == layer.down.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("save", ["gate_up", "inputs"])
