@@ -5,7 +5,7 @@
 //   2       scheduler   88         mid_ready, task_empty                 task_full
 //   3       combine     88         out_ready of a token's rows           (y is complete)
 //   4-11    math        208        task_full, stage_full                 stage_empty; mid_ready, out_ready
-#include "cuda/kernel/forward.hpp"
+#include "cuda/launch/forward.hpp"
 
 #include "core/status.hpp"
 #include "cuda/stage/combine.cuh"

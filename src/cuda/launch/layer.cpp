@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/status.hpp"
-#include "cuda/kernel/forward.hpp"
+#include "cuda/launch/forward.hpp"
 #include "cuda/launch/plan.hpp"
 #include "cuda/launch/tensor_map.hpp"
 #include "protocol/stall.hpp"

@@ -3,7 +3,7 @@
 // its token lies, so no routed copy of x is ever written.
 #pragma once
 
-#include "cuda/kernel/forward.hpp"
+#include "cuda/launch/forward.hpp"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/stage/wait.cuh"

@@ -2,7 +2,7 @@
 // of registers, unlike plan_wait.cuh: a call from a role would cost the math warps their accumulators.
 #pragma once
 
-#include "cuda/kernel/forward.hpp"
+#include "cuda/launch/forward.hpp"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/stage/plan_wait.cuh"
 
@@ -13,7 +13,8 @@ namespace weft {
 __device__ __forceinline__ bool wait_counter(const ForwardParams& params, const uint32_t* counter, uint32_t expected,
                                              WaitTask task, FlagKind flag, int32_t block) {
   constexpr uint32_t kPollsPerLook = 1024;  // at the clock and the abort word
-  uint32_t* abort = &params.controls[params.plan.shape.ep_rank]->abort;
+  const int32_t rank = params.plan.shape.ep_rank;
+  const uint32_t* abort = &params.controls[rank]->abort;
   uint64_t began_ns = 0;
   for (uint32_t polls = 1; ptx::ld_acquire_gpu(counter) != expected; ++polls) {
     ptx::nanosleep(20);
@@ -35,7 +36,9 @@ __device__ __forceinline__ bool wait_counter(const ForwardParams& params, const 
       report->stall.stalled = true;
       __threadfence_system();
       report->fault = PlanFault::kStalled;
-      ptx::st_release_sys(abort, encode_abort(params.plan.shape.ep_rank, -1));
+      for (int32_t peer = 0; peer < params.plan.shape.ep_size; ++peer) {
+        ptx::st_release_sys(&params.controls[peer]->abort, encode_abort(rank, -1));
+      }
     }
     return false;
   }
