@@ -39,10 +39,12 @@ void sum_token(const State<Element, Real>& state, const TaskOrder& order, int32_
   const int64_t first_route = int64_t{token} * shape.top_k;
   const int32_t* experts = state.launch.topk_idx + first_route;
   const int32_t* rows = plan.route_row + plan.route_offset(shape.ep_rank, token);
+  const uint64_t senders = ranks_of_token_in_pass(plan, experts, rows, order.pass());
+  // Between the first pass, which opens the sum, and the last, which writes it, most tokens have nothing to add.
+  if (senders == 0 && order.pass() > 0 && !order.last_pass()) return;
 
   if (state.result != nullptr) {
     const uint64_t all = ranks_of_token(shape, experts);
-    const uint64_t senders = ranks_of_token_in_pass(plan, experts, rows, order.pass());
     const Element* partial = own.partial + int64_t{token} * shape.slots_per_token() * shape.hidden;
     const bool one_pass = order.pass() == 0 && order.last_pass();
     Real* carried = one_pass ? nullptr : state.workspace.token_sum + int64_t{token} * shape.hidden;
