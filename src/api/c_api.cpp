@@ -62,8 +62,8 @@ void create_layer(const weft_config* caller_config, weft_group* group, weft_laye
             WEFT_INVALID_ARGUMENT, "config says rank ", created->config.ep_rank, " of ", created->config.ep_size,
             ", the group says rank ", group->rank(), " of ", group->num_ranks());
     created->backend = make_backend_layer(created->config);
+    created->backend->prepare();
   });
-  created->backend->prepare();
   created->group = group;
   const double deadline_s = deadline_or_default(created->config.deadline_s);
   created->fingerprint = group->agree_on(created->config, deadline_s);
@@ -213,6 +213,7 @@ weft_status weft_group_create_shared(const char* name, int32_t ep_rank, int32_t 
             kMaxRanks);
     require(ep_rank >= 0 && ep_rank < ep_size, WEFT_INVALID_ARGUMENT, "ep_rank is ", ep_rank,
             "; allowed: 0 to ep_size - 1 = ", ep_size - 1);
+    validate_deadline(deadline_s);
     const double deadline = deadline_or_default(deadline_s);
     auto joined = std::make_unique<weft_group>(make_shared_memory(name, ep_rank, ep_size, deadline), deadline);
     joined->join();

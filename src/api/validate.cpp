@@ -94,6 +94,11 @@ template weft_inputs read_struct(const weft_inputs*, const char*);
 template weft_forward_args read_struct(const weft_forward_args*, const char*);
 template weft_backward_args read_struct(const weft_backward_args*, const char*);
 
+void validate_deadline(double deadline_s) {
+  require_argument(std::isfinite(deadline_s) && deadline_s >= 0, "deadline_s is ", deadline_s,
+                   "; allowed: a positive number of seconds, or 0 for 300");
+}
+
 void validate_config(const weft_config& config) {
   require_choice(raw(config.backend), 2, "backend", "WEFT_BACKEND_CPU, WEFT_BACKEND_CUDA");
   require_choice(raw(config.save), 2, "save", "WEFT_SAVE_GATE_UP, WEFT_SAVE_INPUTS");
@@ -126,8 +131,7 @@ void validate_config(const weft_config& config) {
                    "; allowed: a positive number of rows, or 0 for the default");
   require_argument(config.num_workers >= 0 && config.num_workers <= kMaxWorkers, "num_workers is ", config.num_workers,
                    "; allowed: 1 to ", kMaxWorkers, ", or 0 for the default");
-  require_argument(std::isfinite(config.deadline_s) && config.deadline_s >= 0, "deadline_s is ", config.deadline_s,
-                   "; allowed: a positive number of seconds, or 0 for 300");
+  validate_deadline(config.deadline_s);
 }
 
 LayerShape shape_of(const weft_config& config) {

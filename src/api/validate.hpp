@@ -12,6 +12,8 @@ namespace weft {
 template <class Struct>
 Struct read_struct(const Struct* caller, const char* name);
 
+void validate_deadline(double deadline_s);
+
 // The configuration makes sense; whether a backend can run it is check_backend's to say.
 void validate_config(const weft_config& config);
 

@@ -131,9 +131,10 @@ class Worker {
     }
   }
   bool run_matrix(const TaskOrder& order) {
+    const int32_t num_tasks = order.num_matrix_tasks();
     for (;;) {
       const auto ticket = static_cast<int32_t>(memory_.claim(flags(order).matrix_ticket));
-      if (ticket >= order.num_matrix_tasks()) return true;
+      if (ticket >= num_tasks) return true;
       if (!run_matrix_task(order, order.matrix_task(ticket), ticket)) return false;
     }
   }
@@ -146,7 +147,8 @@ class Worker {
     return true;
   }
   bool run_matrix_kind(const TaskOrder& order, TaskKind kind) {
-    for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
+    const int32_t num_tasks = order.num_matrix_tasks();
+    for (int32_t ticket = 0; ticket < num_tasks; ++ticket) {
       const MatrixTask task = order.matrix_task(ticket);
       if (task.kind == kind && !run_matrix_task(order, task, ticket)) return false;
     }

@@ -357,6 +357,34 @@ TEST(OverlappedDeathTest, WithoutThreadsItSaysSoInWordsAndTheProcessLives) {
 }
 #endif
 
+TEST(TwoRanks, ASecondRefusalWaitsNoLongerThanItsCallAndKeepsItsOwnWords) {
+  Ranks ranks(2);
+  weft_config config = config_of_rank(0);
+  config.deadline_s = 0.2;
+  Call alone(config, ranks.create(config)[0]);
+  alone.inputs.num_tokens = 1000;
+  const auto begin = std::chrono::steady_clock::now();
+  expect_refused(alone, WEFT_INVALID_ARGUMENT, "num_tokens is 1000");
+  expect_refused(alone, WEFT_INVALID_ARGUMENT, "num_tokens is 1000");  // the peer has not read the first one
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+}
+
+TEST(AllRanks, RefuseMissingArraysAndANegativeNumber) {
+  EXPECT_EQ(weft_forward_all(nullptr, nullptr, 1), WEFT_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(weft_last_error()).find("an array is NULL"), std::string::npos) << weft_last_error();
+  EXPECT_EQ(weft_backward_all(nullptr, nullptr, -1), WEFT_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(weft_last_error()).find("n is -1"), std::string::npos) << weft_last_error();
+  EXPECT_EQ(weft_layer_create_all(nullptr, nullptr, 0, nullptr), WEFT_OK) << weft_last_error();
+}
+
+TEST(SharedGroup, RefusesADeadlineThatIsNone) {
+  weft_group* group = nullptr;
+  for (const double deadline_s : {-5.0, std::nan("")}) {
+    EXPECT_EQ(weft_group_create_shared("deadline", 0, 2, deadline_s, &group), WEFT_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(weft_last_error()).find("deadline_s is "), std::string::npos) << weft_last_error();
+  }
+}
+
 TEST(CppFace, OwnsHandlesAndThrowsTheWords) {
   std::vector<weft::Group> groups = weft::Group::local(1);
   weft::Layer layer(good_config(), groups[0]);
