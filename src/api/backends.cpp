@@ -4,6 +4,7 @@
 #include "core/status.hpp"
 #if WEFT_HAS_CUDA
 #include "cuda/launch/layer.hpp"
+#include "symmetric/cuda_device.hpp"
 #endif
 #if WEFT_HAS_CPU
 #include "reference/layer.hpp"
@@ -53,6 +54,8 @@ void check_cuda(const weft_config& config) {
   require(reason.empty(), WEFT_UNSUPPORTED, reason);
 }
 std::unique_ptr<BackendLayer> make_cuda(const weft_config& config) { return make_cuda_layer(cuda_options(config)); }
+std::shared_ptr<Device> make_device() { return make_cuda_device(); }
+std::function<void()> cuda_device_setter() { return current_cuda_device_setter(); }
 
 #else
 
@@ -60,6 +63,10 @@ void check_cuda(const weft_config&) {
   throw Error(WEFT_UNSUPPORTED, "this build has no CUDA backend; use WEFT_BACKEND_CPU (device \"cpu\")");
 }
 std::unique_ptr<BackendLayer> make_cuda(const weft_config&) { return nullptr; }
+std::shared_ptr<Device> make_device() { return nullptr; }
+std::function<void()> cuda_device_setter() {
+  return [] {};
+}
 
 #endif
 
@@ -79,5 +86,11 @@ std::unique_ptr<BackendLayer> make_backend_layer(const weft_config& config) {
   check_backend(config);
   return config.backend == WEFT_BACKEND_CPU ? make_cpu(config) : make_cuda(config);
 }
+
+std::unique_ptr<DeviceSymmetricMemory> make_device_memory(const std::shared_ptr<SymmetricMemory>& host) {
+  return std::make_unique<DeviceSymmetricMemory>(host, make_device());
+}
+
+std::function<void()> current_device_setter() { return cuda_device_setter(); }
 
 }  // namespace weft

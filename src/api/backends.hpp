@@ -1,9 +1,11 @@
 // Which backend runs a configuration, and in words why one cannot.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "layout/backend.hpp"
+#include "symmetric/device_memory.hpp"
 #include "weft/weft.h"
 
 namespace weft {
@@ -18,5 +20,11 @@ void check_backend(const weft_config& config);
 void check_backend_backward(const weft_config& config);
 
 std::unique_ptr<BackendLayer> make_backend_layer(const weft_config& config);
+
+// Memory of a group on the current device, for layers of MemoryKind::kDevice.
+std::unique_ptr<DeviceSymmetricMemory> make_device_memory(const std::shared_ptr<SymmetricMemory>& host);
+
+// Gives another thread the calling thread's current device, where there is such a thing.
+std::function<void()> current_device_setter();
 
 }  // namespace weft

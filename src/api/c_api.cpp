@@ -2,6 +2,7 @@
 // leaves it.
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -63,34 +64,40 @@ void create_layer(const weft_config* caller_config, weft_group* group, weft_laye
             ", the group says rank ", group->rank(), " of ", group->num_ranks());
     created->backend = make_backend_layer(created->config);
     created->backend->prepare();
+    group->prepare_memory(created->backend->memory_kind());
   });
   created->group = group;
   const double deadline_s = deadline_or_default(created->config.deadline_s);
   created->fingerprint = group->agree_on(created->config, deadline_s);
-  group->reserve(created->backend->symmetric_flag_bytes(), created->backend->symmetric_data_bytes(), deadline_s);
+  group->reserve(created->backend->memory_kind(), created->backend->symmetric_flag_bytes(),
+                 created->backend->symmetric_data_bytes(), deadline_s);
   *layer = created.release();
 }
 
 void forward(weft_layer* layer, weft_forward_args* caller_args) {
   require(layer != nullptr, WEFT_INVALID_ARGUMENT, "layer is NULL");
   weft_group& group = *layer->group;
+  const RankMemory memory = group.rank_memory(layer->backend->memory_kind());
   weft_forward_args args;
   weft_inputs inputs;
   group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
     validate_forward(layer->config, args, inputs, layer->backend->workspace_bytes());
+    layer->backend->check_reported();
+    layer->backend->check_forward(args);
+    layer->backend->stage(memory, inputs, nullptr, args.stream);
   });
-  layer->backend->stage(group.rank_memory(), inputs, nullptr);
   const uint32_t epoch =
       group.meet({CallKind::kForward, layer->fingerprint}, deadline_or_default(layer->config.deadline_s));
-  group.advance(layer->backend->forward(group.rank_memory(), epoch, args) - 1);
+  group.advance(layer->backend->forward(memory, epoch, args) - 1);
   caller_args->generation = args.generation;
 }
 
 void backward(weft_layer* layer, weft_backward_args* caller_args) {
   require(layer != nullptr, WEFT_INVALID_ARGUMENT, "layer is NULL");
   weft_group& group = *layer->group;
+  const RankMemory memory = group.rank_memory(layer->backend->memory_kind());
   weft_backward_args args;
   weft_inputs inputs;
   group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
@@ -98,13 +105,14 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
     inputs = read_struct(args.inputs, "args.inputs");
     check_backend_backward(layer->config);
     validate_backward(layer->config, args, inputs, layer->backend->workspace_bytes());
+    layer->backend->check_reported();
+    layer->backend->stage(memory, inputs, args.dy, args.stream);
   });
-  layer->backend->stage(group.rank_memory(), inputs, args.dy);
   // Whether dx and the router gradients travel is everybody's affair: two bits of the fingerprint.
   const uint32_t wants = (args.want_dx != 0 ? 1U : 0U) | (args.want_dtopk_weights != 0 ? 2U : 0U);
   const uint32_t epoch = group.meet({CallKind::kBackward, (layer->fingerprint << 2) | wants},
                                     deadline_or_default(layer->config.deadline_s));
-  group.advance(layer->backend->backward(group.rank_memory(), epoch, args) - 1);
+  group.advance(layer->backend->backward(memory, epoch, args) - 1);
   caller_args->source = args.source;
 }
 
@@ -114,7 +122,8 @@ int32_t weight_of(weft_status status) {
   return status == WEFT_PEER_REFUSED || status == WEFT_STALLED ? 1 : 2;
 }
 
-// Runs `call(rank_idx)` for n ranks of this process at once; the status and words that say most are the result.
+// Runs `call(rank_idx)` for n ranks of this process at once, each with the caller's current device; the status and
+// words that say most are the result.
 template <class Call>
 weft_status on_all_ranks(int32_t n, bool has_arrays, Call call) {
   weft_status worst = WEFT_OK;
@@ -130,8 +139,14 @@ weft_status on_all_ranks(int32_t n, bool has_arrays, Call call) {
       worst = status;
       worst_words = last_error;
     };
+    const std::function<void()> set_device = current_device_setter();
     std::vector<std::thread> threads;
-    for (int32_t rank_idx = 1; rank_idx < n; ++rank_idx) threads.emplace_back(run, rank_idx);
+    for (int32_t rank_idx = 1; rank_idx < n; ++rank_idx) {
+      threads.emplace_back([&, rank_idx] {
+        set_device();
+        run(rank_idx);
+      });
+    }
     if (n > 0) run(0);
     for (std::thread& thread : threads) thread.join();
   });
@@ -200,7 +215,8 @@ weft_status weft_group_create_local(int32_t ep_size, weft_group** groups) {
             kMaxRanks);
     auto memories = make_in_process_memory(ep_size);
     for (int32_t rank = 0; rank < ep_size; ++rank) {
-      groups[rank] = new weft_group(std::move(memories[static_cast<size_t>(rank)]), kDefaultDeadline);
+      groups[rank] =
+          new weft_group(std::move(memories[static_cast<size_t>(rank)]), kDefaultDeadline, make_device_memory);
     }
   });
 }
@@ -215,7 +231,8 @@ weft_status weft_group_create_shared(const char* name, int32_t ep_rank, int32_t 
             "; allowed: 0 to ep_size - 1 = ", ep_size - 1);
     validate_deadline(deadline_s);
     const double deadline = deadline_or_default(deadline_s);
-    auto joined = std::make_unique<weft_group>(make_shared_memory(name, ep_rank, ep_size, deadline), deadline);
+    auto joined = std::make_unique<weft_group>(make_shared_memory(name, ep_rank, ep_size, deadline), deadline,
+                                               make_device_memory);
     joined->join();
     *group = joined.release();
   });

@@ -141,15 +141,32 @@ uint32_t RankGroup::agree_on(const weft_config& config, double deadline_s) {
   return fingerprint_of(config);
 }
 
-void RankGroup::reserve(int64_t flag_bytes, int64_t data_bytes, double deadline_s) {
-  if (flag_bytes <= memory_->flag_bytes() && data_bytes <= memory_->data_bytes()) return;
-  or_refuse(deadline_s, [&] {
-    memory_->grow_own(max_of(flag_bytes, memory_->flag_bytes()), max_of(data_bytes, memory_->data_bytes()));
-  });
+RankMemory RankGroup::rank_memory(MemoryKind kind) const {
+  if (kind == MemoryKind::kHost) return {memory_->controls(), memory_->flags(), memory_->data(), 0, false};
+  if (device_memory_ == nullptr) return {nullptr, nullptr, nullptr, 1, false};
+  return {device_memory_->controls(), device_memory_->flags(), device_memory_->data(),
+          device_memory_->ranks_on_device(), device_memory_->has_peers_in_process()};
+}
+
+void RankGroup::prepare_memory(MemoryKind kind) {
+  if (kind == MemoryKind::kHost || num_ranks() == 1) return;
+  if (device_memory_ == nullptr) {
+    device_memory_ = make_device_memory_(memory_);
+  } else {
+    device_memory_->require_current_device();
+  }
+}
+
+void RankGroup::reserve(MemoryKind kind, int64_t flag_bytes, int64_t data_bytes, double deadline_s) {
+  if (kind == MemoryKind::kDevice && num_ranks() == 1) return;
+  SymmetricMemory& memory = kind == MemoryKind::kHost ? *memory_ : *device_memory_;
+  if (flag_bytes <= memory.flag_bytes() && data_bytes <= memory.data_bytes()) return;
+  or_refuse(deadline_s,
+            [&] { memory.grow_own(max_of(flag_bytes, memory.flag_bytes()), max_of(data_bytes, memory.data_bytes())); });
   meet({CallKind::kGrow, 0}, deadline_s);
-  or_refuse(deadline_s, [&] { memory_->map_peers(); });
+  or_refuse(deadline_s, [&] { memory.map_peers(); });
   meet({CallKind::kMapped, 0}, deadline_s);
-  memory_->finish_mapping();
+  memory.finish_mapping();
 }
 
 }  // namespace weft

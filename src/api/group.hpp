@@ -10,18 +10,20 @@
 #include "core/status.hpp"
 #include "layout/backend.hpp"
 #include "protocol/rank_barrier.hpp"
+#include "symmetric/device_memory.hpp"
 #include "symmetric/memory.hpp"
 
 namespace weft {
 
 class RankGroup {
  public:
-  RankGroup(std::unique_ptr<SymmetricMemory> memory, double deadline_s)
-      : memory_(std::move(memory)), deadline_s_(deadline_s) {}
+  // Ranks meet in `memory`, on the host. Layers that run on devices get theirs from `make_device_memory`.
+  RankGroup(std::unique_ptr<SymmetricMemory> memory, double deadline_s, DeviceMemoryMaker make_device_memory = {})
+      : memory_(std::move(memory)), deadline_s_(deadline_s), make_device_memory_(std::move(make_device_memory)) {}
 
   int32_t rank() const { return memory_->rank(); }
   int32_t num_ranks() const { return memory_->num_ranks(); }
-  RankMemory rank_memory() const { return {memory_->controls(), memory_->flags(), memory_->data()}; }
+  RankMemory rank_memory(MemoryKind kind) const;
 
   // The first meeting of ranks in different processes: after it nothing of the group has a name any more.
   void join();
@@ -56,15 +58,20 @@ class RankGroup {
   // Returns a fingerprint of what they agreed on.
   uint32_t agree_on(const weft_config& config, double deadline_s);
 
+  // Before reserve: finds the device whose memory layers of this kind use, or throws if this rank cannot have it.
+  void prepare_memory(MemoryKind kind);
+
   // Makes the symmetric areas at least this large. Collective; every rank asks for the same.
-  void reserve(int64_t flag_bytes, int64_t data_bytes, double deadline_s);
+  void reserve(MemoryKind kind, int64_t flag_bytes, int64_t data_bytes, double deadline_s);
 
  private:
   void finish_refusal(double deadline_s);
   void await(uint32_t epoch, double deadline_s, WaitTask task, Call* calls);
 
-  std::unique_ptr<SymmetricMemory> memory_;
+  std::shared_ptr<SymmetricMemory> memory_;
   double deadline_s_;
+  DeviceMemoryMaker make_device_memory_;
+  std::unique_ptr<DeviceSymmetricMemory> device_memory_;  // null until a layer needs it, and for one rank
   uint32_t epoch_ = 0;
   bool refusal_unread_ = false;
 };

@@ -10,11 +10,15 @@
 
 namespace weft {
 
-// Base addresses of every rank's symmetric memory, as mapped here.
+enum class MemoryKind { kHost, kDevice };
+
+// Base addresses of every rank's symmetric memory, as mapped here; those on a device are null for a group of one rank.
 struct RankMemory {
   ControlBlock* const* controls;
   std::byte* const* flags;
   std::byte* const* data;
+  int32_t ranks_on_device;    // of the group, this one included, that share this rank's device
+  bool has_peers_in_process;  // some of the group's other ranks are of this process
 };
 
 class BackendLayer {
@@ -26,6 +30,8 @@ class BackendLayer {
   virtual int64_t saved_bytes() const = 0;
   virtual int64_t symmetric_data_bytes() const = 0;
   virtual int64_t symmetric_flag_bytes() const = 0;
+  // Where its symmetric memory lies.
+  virtual MemoryKind memory_kind() const { return MemoryKind::kHost; }
 
   // Makes what outlives calls; when the layer is created, not when one is only asked for its sizes.
   virtual void prepare() {}
@@ -33,8 +39,11 @@ class BackendLayer {
   // Throws the fault that a device has found since the last call, if any. Does not wait for it.
   virtual void check_reported() {}
 
+  // Throws what only this backend asks of the arguments; before any rank is met.
+  virtual void check_forward(const weft_forward_args&) {}
+
   // Puts this rank's inputs where peers read them; before the entry barrier. dy: null in a forward.
-  virtual void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy) = 0;
+  virtual void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void* stream) = 0;
 
   // Between the entry barrier of `epoch` and the return. They return the epochs (passes) used. Throw Error:
   // WEFT_STALLED when a peer stays away; WEFT_INVALID_ARGUMENT, on all ranks alike, for an expert index out of range.

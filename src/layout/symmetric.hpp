@@ -1,5 +1,5 @@
 // Symmetric memory of one rank: what its peers map and touch. Three areas, owned by the group and shared by its layers:
-//   control  fixed size: how ranks meet, refuse and give up
+//   control  fixed size: how ranks meet, refuse and give up; also what they say of their memory on a device
 //   flags    one word a token slot; apart from the data, so that no layer's data lies where another layer polls
 //   data     staged inputs and the partial rows that come home
 // Flags lie in the memory of the rank that waits on them; peers write them. Values carry the epoch of their pass, so
@@ -18,12 +18,31 @@ inline constexpr int32_t kNumBanks = 2;  // epoch n uses bank n % 2: a rank can 
 inline constexpr int32_t kMaxRefusalBytes = 512;
 inline constexpr int32_t kNumGridBarriers = 3;
 
+// What a rank tells its peers, through the host, of its symmetric memory on a device.
+struct DeviceOffer {
+  struct Area {
+    uint64_t address;          // where the rank itself sees it
+    unsigned char handle[64];  // for other processes; of the device's driver
+  };
+  uint64_t process;             // the process in which the addresses and the ordinal hold
+  int32_t ordinal;              // the rank's device, as its process counts them
+  unsigned char device_id[16];  // the same everywhere
+  uint32_t generation;          // of flags and data; counts how often the rank has made them
+  Area control;
+  Area flags;
+  Area data;
+};
+
 struct ControlBlock {
   uint64_t entry[kNumBanks][kMaxRanks];       // a peer's arrival: epoch in the high half, its call in the low half
   uint32_t pulls_done[kMaxRanks];             // epoch in which the peer has read all it needs of this rank's staging
   uint32_t abort;                             // 0, or who gave up waiting for whom: the group is finished
   char refusal[kNumBanks][kMaxRefusalBytes];  // this rank's words when its call is a refusal
   weft_config proposal[kNumBanks];            // this rank's configuration when its call creates a layer
+
+  // Of a group whose layers run on devices.
+  DeviceOffer offer;             // this rank's
+  uint32_t unmapped[kMaxRanks];  // the peer maps no flags and data of this rank up to that generation any more
 
   // What kernels carry from launch to launch, so that a captured graph replays; only this rank's kernels touch it.
   uint32_t epoch;                           // the last epoch this rank has used

@@ -42,7 +42,7 @@ class LayerOf final : public BackendLayer {
     return carver.used();
   }
 
-  void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy) override {
+  void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void*) override {
     const LayerShape& shape = options_.shape;
     Carver carver(memory.data[shape.ep_rank]);
     const auto own = carve_symmetric_data<Element>(carver, shape);

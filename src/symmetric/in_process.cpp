@@ -46,6 +46,8 @@ class InProcessMemory final : public SymmetricMemory {
     for (size_t peer = 0; peer < controls_.size(); ++peer) controls_[peer] = shared_->controls[peer].get();
   }
 
+  bool is_in_process() const override { return true; }
+
   void grow_own(int64_t flag_bytes, int64_t data_bytes) override {
     Allocation flags = allocate_zeroed(flag_bytes);
     Allocation data = allocate_zeroed(data_bytes);

@@ -23,6 +23,9 @@ class SymmetricMemory {
   int64_t flag_bytes() const { return flag_bytes_; }
   int64_t data_bytes() const { return data_bytes_; }
 
+  // Whether all ranks are of this process by the way the group was made.
+  virtual bool is_in_process() const { return false; }
+
   // Base addresses of every rank's areas as mapped here; indexed by rank.
   ControlBlock* const* controls() const { return controls_.data(); }
   std::byte* const* flags() const { return flags_.data(); }

@@ -2,13 +2,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/status.hpp"
 #include "cuda/launch/forward.hpp"
 #include "cuda/launch/plan.hpp"
 #include "cuda/launch/tensor_map.hpp"
+#include "protocol/rank_barrier.hpp"
 #include "protocol/stall.hpp"
+#include "symmetric/cuda_device.hpp"
 
 namespace weft {
 namespace {
@@ -24,6 +27,26 @@ struct DeviceDeleter {
 struct PinnedDeleter {
   void operator()(void* memory) const { cudaFreeHost(memory); }
 };
+struct StreamDeleter {
+  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+};
+struct EventDeleter {
+  void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+};
+using Stream = std::unique_ptr<CUstream_st, StreamDeleter>;
+using Event = std::unique_ptr<CUevent_st, EventDeleter>;
+
+// One that waits for no other: the default stream may hold a kernel that waits for this rank.
+Stream make_stream() {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
+  return Stream(stream);
+}
+Event make_event() {
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cannot make a CUDA event");
+  return Event(event);
+}
 
 TaskChoice forward_choice() { return {Direction::kForward, kForwardWork, kHopperTiling}; }
 
@@ -48,20 +71,33 @@ Workspace carve_workspace(Carver& carver, const LayerShape& shape) {
   return workspace;
 }
 
+// Where the kernels find what each rank brings and is brought: in its symmetric memory, as mapped here. A single rank's
+// inputs are where its caller has them, and nobody brings it rows.
+struct Peers {
+  ControlBlock* controls[kMaxRanks];
+  const int64_t* num_tokens[kMaxRanks];
+  const int32_t* topk_idx[kMaxRanks];
+  const float* topk_weights[kMaxRanks];
+  const Bf16* x[kMaxRanks];
+  Bf16* partial[kMaxRanks];
+  uint32_t* arrived[kMaxRanks];
+};
+
 // What a layer keeps on the device between calls.
 struct DeviceState {
-  ControlBlock control;
+  ControlBlock control;  // of a single rank; otherwise the group's is used
   PlanReport report;
   int64_t num_tokens;
 };
 
 class CudaLayer final : public BackendLayer {
  public:
-  explicit CudaLayer(const CudaOptions& options) : options_(options) {
-    int device = 0;
-    check(cudaGetDevice(&device), "no current CUDA device");
-    check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device), "cannot ask the CUDA device");
-    if (options.num_sms > 0) num_sms_ = min_of(num_sms_, options.num_sms);
+  explicit CudaLayer(const CudaOptions& options) : options_(options), device_(current_cuda_device()) {
+    check(cudaDeviceGetAttribute(&device_sms_, cudaDevAttrMultiProcessorCount, device_), "cannot ask the CUDA device");
+  }
+  ~CudaLayer() override {
+    // Freeing waits for the device, and may keep a peer of this process from launching what it waits for.
+    if (branch_ != nullptr) cudaStreamSynchronize(branch_.get());
   }
 
   int64_t workspace_bytes() const override {
@@ -72,20 +108,66 @@ class CudaLayer final : public BackendLayer {
   int64_t saved_bytes() const override {
     return options_.shape.capacity_rows() * 2 * options_.shape.intermediate * static_cast<int64_t>(sizeof(Bf16));
   }
-  int64_t symmetric_data_bytes() const override { return 0; }
-  int64_t symmetric_flag_bytes() const override { return 0; }
+  int64_t symmetric_data_bytes() const override {
+    if (is_alone()) return 0;
+    Carver carver;
+    carve_symmetric_data<Bf16>(carver, options_.shape);
+    return carver.used();
+  }
+  int64_t symmetric_flag_bytes() const override {
+    if (is_alone()) return 0;
+    Carver carver;
+    carve_symmetric_flags(carver, options_.shape);
+    return carver.used();
+  }
+  MemoryKind memory_kind() const override { return MemoryKind::kDevice; }
 
-  // One rank: the plan reads the caller's own indices, the kernel the caller's own rows.
-  void stage(const RankMemory&, const weft_inputs&, const void*) override {}
+  void check_forward(const weft_forward_args& args) override {
+    const weft_inputs& inputs = *args.inputs;
+    for (const auto& [pointer, name] : {std::pair<const void*, const char*>{inputs.x, "x"},
+                                        {args.y, "y"},
+                                        {inputs.gate_up, "gate_up"},
+                                        {inputs.gate, "gate"},
+                                        {inputs.up, "up"},
+                                        {inputs.down, "down"},
+                                        {args.saved, "saved"}}) {
+      require(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, WEFT_INVALID_ARGUMENT, name,
+              " must be aligned to 16 bytes; its address ends in ", reinterpret_cast<uintptr_t>(pointer) % 16);
+    }
+  }
 
-  int32_t forward(const RankMemory&, uint32_t, weft_forward_args& args) override {
-    check_reported();
-    const auto stream = static_cast<cudaStream_t>(args.stream);
-    Carver carver(args.workspace);
-    const Workspace workspace = carve_workspace(carver, options_.shape);
-    launch_stage_tokens(&state_->num_tokens, args.inputs->num_tokens, stream);
-    launch_plan(plan_launch(workspace, *args.inputs), stream);
-    launch_forward(forward_params(workspace, args), args.saved != nullptr, num_sms_, stream);
+  // A single rank's kernels read the caller's own indices and rows. Otherwise what the peers read is copied in the
+  // order of the caller's stream, whose earlier calls have drained: nobody reads any more what they staged.
+  void stage(const RankMemory& memory, const weft_inputs& inputs, const void*, void* caller_stream) override {
+    const CurrentDevice current(device_);
+    const auto stream = static_cast<cudaStream_t>(caller_stream);
+    if (is_alone()) return launch_stage_tokens(&state_->num_tokens, inputs.num_tokens, stream);
+    check_share(memory);
+    const LayerShape& shape = options_.shape;
+    Carver carver(memory.data[shape.ep_rank]);
+    const auto own = carve_symmetric_data<Bf16>(carver, shape);
+    const auto copy = [&](void* target, const void* source, int64_t count, size_t element_bytes) {
+      check(
+          cudaMemcpyAsync(target, source, static_cast<size_t>(count) * element_bytes, cudaMemcpyDeviceToDevice, stream),
+          "cannot stage the inputs");
+    };
+    launch_stage_tokens(own.num_tokens, inputs.num_tokens, stream);
+    if (inputs.num_tokens > 0) {
+      copy(own.topk_idx, inputs.topk_idx, inputs.num_tokens * shape.top_k, sizeof(int32_t));
+      copy(own.topk_weights, inputs.topk_weights, inputs.num_tokens * shape.top_k, sizeof(float));
+      copy(own.x, inputs.x, inputs.num_tokens * shape.hidden, sizeof(Bf16));
+    }
+    check(cudaEventRecord(staged_.get(), stream), "cannot record a CUDA event");
+  }
+
+  int32_t forward(const RankMemory& memory, uint32_t, weft_forward_args& args) override {
+    const CurrentDevice current(device_);
+    try {
+      launch(memory, args);
+    } catch (const Error&) {
+      give_up(memory);
+      throw;
+    }
     args.generation = 0;  // no backward reads this workspace
     return 1;
   }
@@ -96,14 +178,21 @@ class CudaLayer final : public BackendLayer {
   }
 
   void prepare() override {
+    const CurrentDevice current(device_);
     void* device = nullptr;
     check(cudaMalloc(&device, sizeof(DeviceState)), "cannot allocate the layer's device state");
     state_.reset(static_cast<DeviceState*>(device));
-    check(cudaMemset(device, 0, sizeof(DeviceState)), "cannot clear the layer's device state");
+    notes_ = make_stream();
+    check(cudaMemsetAsync(device, 0, sizeof(DeviceState), notes_.get()), "cannot clear the layer's device state");
+    check(cudaStreamSynchronize(notes_.get()), "cannot clear the layer's device state");
     void* pinned = nullptr;
     check(cudaHostAlloc(&pinned, sizeof(PlanReport), cudaHostAllocMapped), "cannot allocate pinned host memory");
     host_report_.reset(static_cast<PlanReport*>(pinned));
     *host_report_ = PlanReport{};
+    if (is_alone()) return;
+    branch_ = make_stream();
+    staged_ = make_event();
+    done_ = make_event();
   }
 
   void check_reported() override {
@@ -114,33 +203,132 @@ class CudaLayer final : public BackendLayer {
       throw Error(WEFT_STALLED, describe(report.stall, options_.shape.ep_rank, options_.deadline_s));
     }
     *host_report_ = PlanReport{};
-    check(cudaMemset(&state_->report, 0, sizeof(PlanReport)), "cannot clear the layer's report");
-    throw Error(WEFT_INVALID_ARGUMENT, words("found by the device in an earlier call: topk_idx of rank ", report.rank,
-                                             " at token ", report.token, ", slot ", report.slot, " is ", report.value,
-                                             "; allowed: 0 to ", options_.shape.num_experts - 1, ", or ", kMaskedRoute,
-                                             " for a masked route, as which it was taken"));
+    write(&state_->report, PlanReport{});
+    throw Error(WEFT_INVALID_ARGUMENT, "found by the device in an earlier call: " + fault_words(report));
   }
 
  private:
-  PlanLaunch plan_launch(const Workspace& workspace, const weft_inputs& inputs) const {
+  bool is_alone() const { return options_.shape.ep_size == 1; }
+
+  std::string fault_words(const PlanReport& report) const {
+    switch (report.fault) {
+      case PlanFault::kDisagreement: {
+        const Call call = decode_call(static_cast<uint32_t>(report.value));
+        return words("ranks disagree: rank ", options_.shape.ep_rank, " ran a forward, rank ", report.rank, " ",
+                     call.kind == CallKind::kForward    ? "one of another layer"
+                     : call.kind == CallKind::kBackward ? "a backward"
+                                                        : "something else",
+                     "; all ranks of a group must make the same calls in the same order, also those that they replay "
+                     "from graphs. Nothing was computed");
+      }
+      case PlanFault::kNumTokens:
+        return words("rank ", report.rank, " brought ", report.value,
+                     " tokens; allowed: 0 to max_tokens = ", options_.shape.max_tokens,
+                     "; create the layer with a larger max_tokens. Nothing was computed");
+      default:
+        return words("topk_idx of rank ", report.rank, " at token ", report.token, ", slot ", report.slot, " is ",
+                     report.value, "; allowed: 0 to ", options_.shape.num_experts - 1, ", or ", kMaskedRoute,
+                     " for a masked route, as which it was taken");
+    }
+  }
+
+  // Kernels of ranks that share a device must all be resident at once: they wait for one another. Even, since the
+  // forward runs in pairs of CTAs.
+  int32_t num_sms(const RankMemory& memory) const {
+    if (options_.num_sms > 0) return min_of(options_.num_sms, device_sms_);
+    if (memory.ranks_on_device == 1) return device_sms_;
+    return max_of(2, device_sms_ / memory.ranks_on_device / 2 * 2);
+  }
+  void check_share(const RankMemory& memory) const {
+    const int32_t ranks = memory.ranks_on_device;
+    require(ranks * num_sms(memory) <= device_sms_, WEFT_INVALID_ARGUMENT, "num_workers (num_sms) is ",
+            options_.num_sms, " and ", ranks, " ranks of the group share device ", device_, " with ", device_sms_,
+            " SMs, which cannot run them at once; allowed: up to ", device_sms_ / ranks, ", or 0 for ",
+            max_of(2, device_sms_ / ranks / 2 * 2));
+  }
+
+  Peers peers_of(const RankMemory& memory, const weft_inputs& inputs) const {
+    Peers peers{};
+    if (is_alone()) {
+      peers.controls[0] = &state_->control;
+      peers.num_tokens[0] = &state_->num_tokens;
+      peers.topk_idx[0] = inputs.topk_idx;
+      peers.topk_weights[0] = inputs.topk_weights;
+      peers.x[0] = static_cast<const Bf16*>(inputs.x);
+      return peers;
+    }
+    for (int32_t peer = 0; peer < options_.shape.ep_size; ++peer) {
+      Carver data_carver(memory.data[peer]);
+      Carver flag_carver(memory.flags[peer]);
+      const auto data = carve_symmetric_data<Bf16>(data_carver, options_.shape);
+      peers.controls[peer] = memory.controls[peer];
+      peers.num_tokens[peer] = data.num_tokens;
+      peers.topk_idx[peer] = data.topk_idx;
+      peers.topk_weights[peer] = data.topk_weights;
+      peers.x[peer] = data.x;
+      peers.partial[peer] = data.partial;
+      peers.arrived[peer] = carve_symmetric_flags(flag_carver, options_.shape).arrived;
+    }
+    return peers;
+  }
+
+  void launch(const RankMemory& memory, const weft_forward_args& args) {
+    Carver carver(args.workspace);
+    const Workspace workspace = carve_workspace(carver, options_.shape);
+    const Peers peers = peers_of(memory, *args.inputs);
+    const ForwardParams params = forward_params(workspace, args, peers);
+    const auto caller = static_cast<cudaStream_t>(args.stream);
+    // Ranks of one process may be called in one stream, where the first would wait for the second for ever: they run in
+    // streams of their own, which leave the caller's before any rank waits there for its kernels, and join it again.
+    const cudaStream_t stream = memory.has_peers_in_process ? branch_.get() : caller;
+    if (stream != caller) check(cudaStreamWaitEvent(stream, staged_.get()), "cannot leave the caller's stream");
+    launch_plan(plan_launch(workspace, peers, num_sms(memory)), stream);
+    launch_forward(params, args.saved != nullptr, num_sms(memory), stream);
+    if (stream == caller) return;
+    check(cudaEventRecord(done_.get(), stream), "cannot record a CUDA event");
+    check(cudaStreamWaitEvent(caller, done_.get()), "cannot join the caller's stream");
+  }
+
+  // This rank has met its peers and cannot launch: their kernels need not wait until the deadline.
+  void give_up(const RankMemory& memory) const {
+    if (is_alone()) return;
+    for (int32_t peer = 0; peer < options_.shape.ep_size; ++peer) {
+      try {
+        write(&memory.controls[peer]->abort, encode_abort(options_.shape.ep_rank, -1));
+      } catch (const Error&) {
+        // Why this rank gives up is the thing to say.
+      }
+    }
+  }
+
+  // Into device memory, in no stream of the caller's, and by a copy: kernels that wait may leave no SM to another.
+  template <class Value>
+  void write(Value* target, const Value& value) const {
+    const CurrentDevice current(device_);
+    check(cudaMemcpyAsync(target, &value, sizeof(Value), cudaMemcpyHostToDevice, notes_.get()),
+          "cannot write to the device");
+    check(cudaStreamSynchronize(notes_.get()), "cannot write to the device");
+  }
+
+  PlanLaunch plan_launch(const Workspace& workspace, const Peers& peers, int32_t num_sms) const {
     PlanLaunch launch{};
     launch.plan = workspace.plan;
     launch.scratch = workspace.scratch;
     launch.table = workspace.table;
     launch.choice = forward_choice();
     launch.flags = workspace.flags;
-    launch.controls[0] = &state_->control;
-    launch.topk_idx[0] = inputs.topk_idx;
-    launch.topk_weights[0] = inputs.topk_weights;
-    launch.num_tokens[0] = &state_->num_tokens;
+    std::copy_n(peers.controls, kMaxRanks, launch.controls);
+    std::copy_n(peers.topk_idx, kMaxRanks, launch.topk_idx);
+    std::copy_n(peers.topk_weights, kMaxRanks, launch.topk_weights);
+    std::copy_n(peers.num_tokens, kMaxRanks, launch.num_tokens);
     launch.report = &state_->report;
     launch.call = {CallKind::kForward, 0};
     launch.deadline_s = options_.deadline_s;
-    launch.num_sms = num_sms_;
+    launch.num_sms = num_sms;
     return launch;
   }
 
-  ForwardParams forward_params(const Workspace& workspace, const weft_forward_args& args) const {
+  ForwardParams forward_params(const Workspace& workspace, const weft_forward_args& args, const Peers& peers) const {
     const LayerShape& shape = options_.shape;
     const weft_inputs& inputs = *args.inputs;
     const int64_t hidden = shape.hidden;
@@ -151,10 +339,6 @@ class CudaLayer final : public BackendLayer {
     const int64_t stride = (together ? 2 : 1) * intermediate * hidden;
     const auto* gate = static_cast<const Bf16*>(together ? inputs.gate_up : inputs.gate);
     const auto* up = together ? gate + intermediate * hidden : static_cast<const Bf16*>(inputs.up);
-    for (const auto& [pointer, name] : {std::pair<const void*, const char*>{inputs.x, "x"}, {args.y, "y"}}) {
-      require(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, WEFT_INVALID_ARGUMENT, name,
-              " must be aligned to 16 bytes; its address ends in ", reinterpret_cast<uintptr_t>(pointer) % 16);
-    }
     const auto rows_of = [&](const Bf16* base, int64_t cols, int32_t box_rows, const char* name) {
       return make_tensor_map({base, {cols, rows, 1}, {cols, rows * cols}, {box_rows, 1}}, name);
     };
@@ -175,11 +359,11 @@ class CudaLayer final : public BackendLayer {
     params.flags = workspace.flags;
     params.table = workspace.table;
     params.state = workspace.scratch.state;
-    params.x = static_cast<const Bf16*>(inputs.x);
+    params.x = peers.x[shape.ep_rank];
     params.out = workspace.out;
     params.y = static_cast<Bf16*>(args.y);
     params.clamp_limit = static_cast<float>(options_.clamp_limit);
-    params.controls[0] = &state_->control;
+    std::copy_n(peers.controls, kMaxRanks, params.controls);
     params.report = &state_->report;
     params.host_report = host_report_.get();
     params.deadline_ns = static_cast<uint64_t>(options_.deadline_s * 1e9);
@@ -187,9 +371,14 @@ class CudaLayer final : public BackendLayer {
   }
 
   CudaOptions options_;
-  int num_sms_ = 0;
+  int device_;
+  int device_sms_ = 0;
   std::unique_ptr<DeviceState, DeviceDeleter> state_;
   std::unique_ptr<PlanReport, PinnedDeleter> host_report_;
+  Stream notes_;   // what the host writes to the device behind the kernels' backs
+  Stream branch_;  // of several ranks: where the kernels of ranks that share a process run
+  Event staged_;   // this rank's inputs lie in symmetric memory
+  Event done_;     // the kernels in branch_
 };
 
 }  // namespace
