@@ -19,6 +19,7 @@ int64_t first_id() {
     for (const weft_precision precision : {WEFT_PRECISION_FP64, WEFT_PRECISION_FP32, WEFT_PRECISION_BF16,
                                            WEFT_PRECISION_FP8, WEFT_PRECISION_FP8_BWD, WEFT_PRECISION_MXFP8}) {
       const LayerKey key{.backend = backend,
+                         .device = 0,
                          .precision = precision,
                          .hidden = 1024,
                          .intermediate = 512,
@@ -87,7 +88,7 @@ Layer* Rank::keep_layer(const LayerKey& key, weft_layer* layer) {
 
 void* Rank::workspace(const torch::stable::Tensor& like, int64_t bytes) {
   constexpr int64_t kAlignment = 256;
-  if (!workspace_ || workspace_->numel() < bytes + kAlignment) {
+  if (!workspace_ || workspace_->numel() < bytes + kAlignment || workspace_->device() != like.device()) {
     workspace_.reset();  // the old one goes before the new one comes
     generation_ = 0;
     workspace_ = allocate(like, bytes + kAlignment, "the workspace");

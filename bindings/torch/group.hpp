@@ -24,9 +24,10 @@ struct Destroy {
   void operator()(weft_layer* layer) const { weft_layer_destroy(layer); }
 };
 
-// What makes a layer: a configuration but for the rank. All ranks bring equal ones.
+// What makes a layer: a configuration but for the rank, of which all ranks bring equal ones; and where it runs.
 struct LayerKey {
   weft_backend backend;
+  int32_t device;  // a GPU's index; 0 for the CPU
   weft_precision precision;
   int64_t hidden;
   int64_t intermediate;

@@ -1,6 +1,7 @@
 // The ops of namespace weft: schemas, and tensors -> C ABI arguments. One op call runs all ranks that its group number
 // stands for, so tensors come as lists with one entry a rank. Autograd and fake kernels are in python/weft_moe/ops.py.
 // Knows torch through its stable headers alone, so that one binary serves every torch from 2.10 on.
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -77,6 +78,7 @@ LayerKey key_of(const Inputs& inputs, const Options& options) {
   require(std::isfinite(options.deadline_s) && options.deadline_s >= 0, "deadline_s is ", options.deadline_s,
           "; allowed: a positive number of seconds, or 0 for 300");
   return {.backend = inputs.x[0].is_cpu() ? WEFT_BACKEND_CPU : WEFT_BACKEND_CUDA,
+          .device = inputs.x[0].is_cpu() ? 0 : inputs.x[0].device().index(),
           .precision = static_cast<weft_precision>(options.precision),
           .hidden = inputs.x[0].size(1),
           .intermediate = inputs.down[0].size(2),
@@ -132,6 +134,7 @@ class Call {
     LayerKey key{};
     or_refuse([&] {
       require_entries({&inputs.x, &inputs.topk_idx, &inputs.topk_weights, &inputs.gate_up, &inputs.down});
+      if (!inputs.x[0].is_cpu()) device_guard_.emplace(inputs.x[0].device().index());
       key = key_of(inputs, options);
     });
     layers_ = group_->layers(key);  // checks the configuration, and tells the peers what it finds
@@ -185,6 +188,7 @@ class Call {
   }
 
  private:
+  std::optional<torch::stable::accelerator::DeviceGuard> device_guard_;  // layers belong to the current device
   std::shared_ptr<Group> group_;
   std::vector<std::unique_lock<std::mutex>> locks_;
   const Tensors& x_;

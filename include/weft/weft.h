@@ -8,8 +8,10 @@
  *   - Every struct begins with `struct_size`; set it with WEFT_INIT. A library refuses a struct that is not of its own
  *     size, as one of a caller that was built against another version.
  *   - Every function that can fail returns weft_status; weft_last_error() then has the words (per thread).
- *   - On a GPU backend forward and backward are ordered in `stream`, allocate nothing and never synchronise with the
- *     host. On the CPU backend a call returns when the rank's outputs are complete.
+ *   - On a GPU backend forward and backward are ordered in `stream`, allocate nothing and never synchronise the device
+ *     with the host; with several ranks a call returns once all ranks have made it. On the CPU backend a call returns
+ *     when the rank's outputs are complete.
+ *   - A layer on a GPU belongs to the device that was current when it was created, and so do all layers of its group.
  *   - All ranks of a group make the same collective calls (create, forward, backward) in the same order. A rank that
  *     refuses a call tells its peers, so that all of them return an error and none hangs.
  *   - A rank makes one call at a time: calls on one weft_group or its layers must not run at once from several threads.
@@ -97,7 +99,7 @@ typedef struct weft_config {
   int64_t capacity_rows; /* pool rows worked on at once, padding of experts to blocks of 128 included; more rows run in
                             several passes. 0: 1.25 * max_tokens * K and a block an expert */
   int32_t num_workers;   /* CPU: threads for matrix tasks a rank in OVERLAPPED; GPU: SMs to use; at most 1024.
-                            0: default */
+                            0: default: of a GPU all SMs, or this rank's share if ranks of the group share it */
   double deadline_s;     /* longest wait for a peer, seconds; 0: 300 */
 } weft_config;
 
@@ -192,7 +194,8 @@ WEFT_API weft_status weft_group_create_local(int32_t ep_size, weft_group** group
  * living group; collective, returns when all ranks are there or the deadline (seconds, 0: 300) has passed. */
 WEFT_API weft_status weft_group_create_shared(const char* name, int32_t ep_rank, int32_t ep_size, double deadline_s,
                                               weft_group** group);
-/* Not collective. Destroy the group's layers first. */
+/* Not collective. Destroy the group's layers first. Waits until nothing runs on its GPU; memory there that a peer still
+ * maps is freed when that peer has destroyed its group too. */
 WEFT_API void weft_group_destroy(weft_group* group);
 
 /* Collective: all ranks must bring the same configuration but for ep_rank; where they do not, all return an error
@@ -212,9 +215,9 @@ WEFT_API weft_status weft_backward(weft_layer* layer, weft_backward_args* args);
  * unless they have yet to read this rank's refusal before: then at most deadline_s seconds (0: 300). */
 WEFT_API weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s);
 
-/* Several ranks of one process together, each on its own thread (CPU) or stream (GPU); for virtual ranks.
- * Arrays of length n. Returns the status and words of the first rank that failed by itself, else of the first that
- * failed because of a peer. */
+/* Several ranks of one process together, for virtual ranks: each on a thread of its own, and on a GPU in a stream of
+ * its own, which is ordered in args->stream as the call is. Arrays of length n. Returns the status and words of the
+ * first rank that failed by itself, else of the first that failed because of a peer. */
 WEFT_API weft_status weft_layer_create_all(const weft_config* const* configs, weft_group* const* groups, int32_t n,
                                            weft_layer** layers);
 WEFT_API weft_status weft_forward_all(weft_layer* const* layers, weft_forward_args* const* args, int32_t n);

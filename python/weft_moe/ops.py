@@ -68,7 +68,8 @@ def moe(
         main_grad: (buffer for gate_up, buffer for down), fp32 (fp64 in that precision), of the
             weights' shapes. The backward adds the weight gradients into them in place, and
             gate_up.grad and down.grad stay None.
-        num_sms: GPU: SMs to use; CPU: worker threads. 0 is the default.
+        num_sms: GPU: SMs to use; CPU: worker threads. 0 is the default: of a GPU all, or an even
+            share where ranks of the group share it.
         deadline_s: longest wait for another rank, in seconds. Default: the group's.
 
     Returns:

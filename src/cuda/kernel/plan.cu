@@ -157,6 +157,11 @@ int attribute(cudaDeviceAttr name) {
 
 }  // namespace
 
+void load_plan() {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, plan_kernel), "cannot load the plan kernel");
+}
+
 void launch_plan(const PlanLaunch& launch, cudaStream_t stream) {
   const int32_t num_experts = launch.plan.shape.num_experts;
   const int32_t num_stages = task_order(launch.plan, launch.choice, 0, 0).num_stages();

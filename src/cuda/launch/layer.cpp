@@ -157,7 +157,7 @@ class CudaLayer final : public BackendLayer {
       copy(own.topk_weights, inputs.topk_weights, inputs.num_tokens * shape.top_k, sizeof(float));
       copy(own.x, inputs.x, inputs.num_tokens * shape.hidden, sizeof(Bf16));
     }
-    check(cudaEventRecord(staged_.get(), stream), "cannot record a CUDA event");
+    if (memory.has_peers_in_process) check(cudaEventRecord(staged_.get(), stream), "cannot record a CUDA event");
   }
 
   int32_t forward(const RankMemory& memory, uint32_t, weft_forward_args& args) override {
@@ -193,6 +193,7 @@ class CudaLayer final : public BackendLayer {
     branch_ = make_stream();
     staged_ = make_event();
     done_ = make_event();
+    load_plan();
   }
 
   void check_reported() override {

@@ -128,6 +128,10 @@ struct PlanLaunch {
   int32_t num_sms;     // most SMs to use; 0: all
 };
 
+// Loads the kernel. Left to its first launch, loading could wait for kernels of other ranks of this process that run on
+// the device already and wait for that launch.
+void load_plan();
+
 // Ordered in `stream`. Throws Error(WEFT_UNSUPPORTED) if the experts exceed what a CTA can count, and
 // Error(WEFT_INTERNAL) if the launch itself fails. What goes wrong on the device is in `report`.
 void launch_plan(const PlanLaunch& launch, cudaStream_t stream);
