@@ -1,0 +1,422 @@
+"""Several expert-parallel ranks on GPUs: virtual ranks, processes that share a GPU, a GPU each.
+
+Every test runs in processes of its own, which are killed when their time is over: a kernel that waits for ever
+cannot be ended otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+from ranks import run_ranks  # noqa: E402
+from test_forward import ROUTES, Problem, weft  # noqa: E402
+
+# Kernels of ranks in one process wait for one another, so no two may share a queue of the driver.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+_reason = (
+    "no CUDA device is visible"
+    if not torch.cuda.is_available()
+    else weft.supports(hidden=256, intermediate=128, device="cuda", ep_size=2, training=False)
+)
+pytestmark = pytest.mark.skipif(bool(_reason), reason=_reason)
+
+DEADLINE_S = 20.0
+TIMEOUT_S = 120.0
+
+
+def _to_first_rank(scores: Tensor, top_k: int) -> Tensor:
+    """Experts of the first rank of 8 only."""
+    return scores[:, :top_k].topk(top_k).indices
+
+
+def _all_masked(scores: Tensor, top_k: int) -> Tensor:
+    return torch.full_like(scores[:, :top_k], -1, dtype=torch.int64)
+
+
+ALL_ROUTES = {
+    "random": None,
+    **ROUTES,
+    "to_first_rank": _to_first_rank,
+    "all_masked": _all_masked,
+}
+
+
+class Ranks:
+    """A problem whose tokens and experts are shared out to ranks."""
+
+    def __init__(self, tokens: list[int], num_experts=16, top_k=2, **options):
+        self.tokens = tokens
+        self.whole = Problem(sum(tokens), num_experts=num_experts, top_k=top_k, **options)
+        ranks = len(tokens)
+        self.x = self.whole.x.split(tokens)
+        self.topk_idx = self.whole.topk_idx.split(tokens)
+        self.topk_weights = self.whole.topk_weights.split(tokens)
+        self.gate_up = self.whole.gate_up.chunk(ranks)
+        self.down = self.whole.down.chunk(ranks)
+
+    def run(self, group: weft.Group, **options) -> list[Tensor]:
+        return self._moe(group, lambda tensors: tensors, options)
+
+    def run_rank(self, group: weft.Group, rank: int, device="cuda", **options) -> Tensor:
+        return self._moe(group, lambda tensors: tensors[rank].to(device), options)
+
+    def _moe(self, group, choose, options):
+        inputs = (self.x, self.topk_idx, self.topk_weights, self.gate_up, self.down)
+        options = {"deadline_s": DEADLINE_S, **options}
+        with torch.no_grad():
+            return weft.moe(
+                *(choose(tensors) for tensors in inputs),
+                group=group,
+                num_experts=self.whole.num_experts,
+                **options,
+            )
+
+    def check(self, y: list[Tensor]) -> None:
+        """As near to fp64 as twice an unfused layer, and near to one rank."""
+        y = torch.cat([part.to("cuda") for part in y])
+        exact = self.whole.dense(torch.float64)
+        allowed = 2 * (self.whole.dense(torch.bfloat16).bfloat16().double() - exact).norm()
+        assert torch.isfinite(y).all()
+        assert (y.double() - exact).norm() <= allowed
+        alone = self.whole.run().double()
+        assert (y.double() - alone).norm() <= 2.0**-7 * alone.norm()
+
+    def check_rank(self, y: Tensor, rank: int) -> None:
+        alone = self.whole.run().split(self.tokens)[rank].double()
+        assert torch.isfinite(y).all()
+        assert (y.to("cuda").double() - alone).norm() <= 2.0**-7 * alone.norm()
+
+
+def _in_threads(num_ranks: int, work: Callable[[int], object]) -> list[object]:
+    """What work(rank) returns or raises, each in a thread and a stream of its own."""
+    outcomes: list[object] = [None] * num_ranks
+    inputs_are_made = torch.cuda.Event()
+    inputs_are_made.record()
+
+    def run(rank: int) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_event(inputs_are_made)
+        try:
+            with torch.cuda.stream(stream):
+                outcomes[rank] = work(rank)
+            stream.synchronize()
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def _same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _assert_raised(outcome: object, kind: type[Exception], words: str) -> None:
+    assert type(outcome) is kind and words in str(outcome), repr(outcome)
+
+
+# ---- virtual ranks in one process
+
+
+def _virtual(_, ep_size: int) -> None:
+    group = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=1024)
+    tokens = {2: [0, 777], 4: [0, 1, 777, 300], 8: [0, 1, 777, 300, 64, 0, 129, 500]}[ep_size]
+    for name, route in ALL_ROUTES.items():
+        ranks = Ranks(tokens, route=route)
+        y = ranks.run(group)
+        ranks.check(y)
+        for _ in range(3):
+            assert _same(ranks.run(group), y), name
+    assert all(part.shape == (0, 256) for part in Ranks([0] * ep_size).run(group))
+    ranks = Ranks([512] * ep_size, num_experts=64, top_k=8, hidden=512, intermediate=384)
+    ranks.check(ranks.run(group))
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+def test_virtual_ranks_agree_with_one_rank(ep_size: int) -> None:
+    run_ranks(_virtual, 1, ep_size, timeout_s=TIMEOUT_S)
+
+
+def _many_calls(_) -> None:
+    """Without a host synchronisation in between: staging and slots are used again and again."""
+    group = weft.virtual_ep_group(4, device="cuda", max_tokens=512)
+    problems = [Ranks([300, 512, 1, 64], seed=seed) for seed in range(3)]
+    expected = [problem.run(group) for problem in problems]
+    calls = [problems[n % 3].run(group) for n in range(60)]
+    torch.cuda.synchronize()
+    for n, y in enumerate(calls):
+        assert _same(y, expected[n % 3]), n
+    for problem, y in zip(problems, expected, strict=True):
+        problem.check(y)
+
+
+def test_many_calls_in_flight() -> None:
+    run_ranks(_many_calls, 1, timeout_s=TIMEOUT_S)
+
+
+def _growth(_) -> None:
+    group = weft.virtual_ep_group(2, device="cuda")
+    small, large = Ranks([5, 100]), Ranks([3000, 777], hidden=512, num_experts=32, top_k=4)
+    y = small.run(group)
+    for _ in range(2):
+        large.check(large.run(group))
+        assert _same(small.run(group), y)
+    small.check(y)
+
+
+def test_memory_grows_under_a_layer() -> None:
+    run_ranks(_growth, 1, timeout_s=TIMEOUT_S)
+
+
+def _groups_come_and_go(_) -> None:
+    ranks = Ranks([100, 200])
+    expected = ranks.run(weft.virtual_ep_group(2, device="cuda", max_tokens=4096))
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    for _ in range(5):
+        assert _same(ranks.run(weft.virtual_ep_group(2, device="cuda", max_tokens=4096)), expected)
+    torch.cuda.synchronize()
+    after, _ = torch.cuda.mem_get_info()
+    assert before - after < 2**26, f"{before - after} bytes are gone"
+
+
+def test_groups_give_their_memory_back() -> None:
+    run_ranks(_groups_come_and_go, 1, timeout_s=TIMEOUT_S)
+
+
+def _threads(_, devices: int) -> None:
+    group = weft.virtual_ep_group(4, device="cuda", max_tokens=1024)
+    ranks = Ranks([0, 1, 777, 300])
+
+    def work(rank: int) -> Tensor:
+        device = torch.device("cuda", rank % devices)
+        with torch.cuda.device(device):
+            y = [ranks.run_rank(group[rank], rank, device) for _ in range(3)]
+            torch.cuda.synchronize(device)
+        assert torch.equal(y[0], y[1]) and torch.equal(y[0], y[2])
+        return y[0]
+
+    outcomes = _in_threads(4, work)
+    assert all(isinstance(outcome, Tensor) for outcome in outcomes), outcomes
+    ranks.check(outcomes)
+
+
+def test_virtual_ranks_in_threads() -> None:
+    run_ranks(_threads, 1, 1, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU is visible")
+def test_virtual_ranks_on_two_gpus() -> None:
+    run_ranks(_threads, 1, 2, timeout_s=TIMEOUT_S)
+
+
+# ---- ranks in processes
+
+
+def _process(rank: int, devices: int) -> None:
+    torch.cuda.set_device(rank % devices)
+    group = weft.ep_group(dist.group.WORLD, device="cuda", max_tokens=1024)
+    size = dist.get_world_size()
+    device = f"cuda:{rank % devices}"
+    for tokens in ([0, 777, 1, 300][:size], [512] * size):
+        for name in ("random", "masked", "to_first_rank"):
+            with torch.cuda.device(0):  # the inputs and the yardstick, the same on all ranks
+                ranks = Ranks(tokens, route=ALL_ROUTES[name])
+            y = ranks.run_rank(group, rank, device)
+            for _ in range(3):
+                assert torch.equal(ranks.run_rank(group, rank, device), y), name
+            torch.cuda.synchronize()
+            with torch.cuda.device(0):
+                ranks.check_rank(y, rank)
+
+
+def test_two_processes_on_one_gpu() -> None:
+    run_ranks(_process, 2, 1, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_gpu_each(num_ranks: int) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"fewer than {num_ranks} GPUs are visible")
+    run_ranks(_process, num_ranks, num_ranks, timeout_s=TIMEOUT_S)
+
+
+def _graphs(rank: int) -> str:
+    group = weft.ep_group(dist.group.WORLD, device="cuda", max_tokens=512)
+    problems = [Ranks([300, 512], seed=seed) for seed in (1, 2)]
+    expected = [problem.run_rank(group, rank, deadline_s=4.0) for problem in problems]
+    torch.cuda.synchronize()
+    x, idx, weights = (
+        tensors[rank].clone()
+        for tensors in (problems[0].x, problems[0].topk_idx, problems[0].topk_weights)
+    )
+    idx = idx.int()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = weft.moe(
+            x, idx, weights, problems[0].gate_up[rank], problems[0].down[rank], group=group,
+            num_experts=16, deadline_s=4.0,
+        )  # fmt: skip
+    for problem, wanted in zip(problems, expected, strict=True):
+        x.copy_(problem.x[rank])
+        idx.copy_(problem.topk_idx[rank])
+        weights.copy_(problem.topk_weights[rank])
+        problems[0].gate_up[rank].copy_(problem.gate_up[rank])
+        problems[0].down[rank].copy_(problem.down[rank])
+        dist.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, wanted)
+    # One rank replays alone: its kernel waits for the other until the deadline, and the GPU goes on.
+    if rank == 0:
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.ones(8, device="cuda").sum().item() == 8
+    dist.barrier()
+    with pytest.raises(RuntimeError) as raised:
+        problems[1].run_rank(group, rank, deadline_s=4.0)
+    return str(raised.value)
+
+
+def test_captured_graphs_replay_and_one_that_replays_alone_stalls() -> None:
+    told, heard = run_ranks(_graphs, 2, timeout_s=TIMEOUT_S)
+    assert "rank 0 stalled in forward: flag entry, written by rank 1," in told
+    assert "after the deadline of 4 s" in told
+    assert "rank 0 refused forward: rank 0 stalled in forward" in heard
+
+
+# ---- when a rank cannot, or does not, take part
+
+
+def _refusal(_) -> None:
+    group = weft.virtual_ep_group(3, device="cuda", max_tokens=512)
+    ranks = Ranks([100, 200, 300], num_experts=12)
+    expected = ranks.run(group)
+
+    def work(rank: int) -> Tensor:
+        if rank == 1:
+            ranks.run_rank(group[rank], rank, precision="fp32")
+        return ranks.run_rank(group[rank], rank)
+
+    outcomes = _in_threads(3, work)
+    _assert_raised(outcomes[1], RuntimeError, 'runs precision "bf16" today, not "fp32"')
+    for rank in (0, 2):
+        _assert_raised(outcomes[rank], RuntimeError, "rank 1 refused forward: the CUDA backend")
+    assert _same(ranks.run(group), expected)
+
+    shifted = torch.empty(200 * 256 + 1, device="cuda").bfloat16()[1:].view(200, 256)
+    ranks.x = (ranks.x[0], shifted, ranks.x[2])
+    outcomes = _in_threads(3, lambda rank: ranks.run_rank(group[rank], rank))
+    _assert_raised(outcomes[1], ValueError, "x must be aligned to 16 bytes")
+    for rank in (0, 2):
+        _assert_raised(outcomes[rank], RuntimeError, "rank 1 refused forward: x must be aligned")
+    ranks.x = ranks.whole.x.split(ranks.tokens)
+    assert _same(ranks.run(group), expected)
+
+
+def test_a_rank_that_refuses_is_heard_and_the_group_stays_usable() -> None:
+    run_ranks(_refusal, 1, timeout_s=TIMEOUT_S)
+
+
+def _absence(_) -> None:
+    group = weft.virtual_ep_group(3, device="cuda", max_tokens=512)
+    ranks = Ranks([100, 200, 300], num_experts=12)
+    expected = ranks.run(group, deadline_s=2.0)
+    begin = time.monotonic()
+
+    def work(rank: int) -> Tensor | None:
+        return None if rank == 1 else ranks.run_rank(group[rank], rank, deadline_s=2.0)
+
+    outcomes = _in_threads(3, work)
+    assert time.monotonic() - begin < 15.0
+    for rank in (0, 2):
+        assert type(outcomes[rank]) is RuntimeError
+        assert f"rank {rank} stalled in forward" in str(outcomes[rank])
+    assert "rank 1" in str(outcomes[0])
+    torch.cuda.synchronize()
+    ranks.whole.check()
+    assert _same(ranks.run(weft.virtual_ep_group(3, device="cuda", max_tokens=512)), expected)
+
+
+def test_a_rank_that_stays_away_is_named_and_the_gpu_stays_usable() -> None:
+    run_ranks(_absence, 1, timeout_s=TIMEOUT_S)
+
+
+def _disagreement(_) -> None:
+    group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    two, four = Ranks([100, 200], top_k=2), Ranks([100, 200], top_k=4)
+    outcomes = _in_threads(2, lambda rank: (two, four)[rank].run_rank(group[rank], rank))
+    for outcome in outcomes:
+        _assert_raised(outcome, ValueError, "ranks disagree on top_k: rank 0 has 2, rank 1 has 4")
+    expected = [ranks.run(group) for ranks in (two, four)]  # both layers exist now
+    outcomes = _in_threads(2, lambda rank: (two, four)[rank].run_rank(group[rank], rank))
+    for outcome in outcomes:
+        _assert_raised(outcome, ValueError, "call forward of different layers")
+    for ranks, y in zip((two, four), expected, strict=True):
+        assert _same(ranks.run(group), y)
+
+
+def test_ranks_that_bring_different_configurations_are_told() -> None:
+    run_ranks(_disagreement, 1, timeout_s=TIMEOUT_S)
+
+
+def _bad_index(_) -> None:
+    group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    ranks = Ranks([100, 200])
+    expected = ranks.run(group)
+    good = ranks.topk_idx[1][7, 1].item()
+    ranks.topk_idx[1][7, 1] = 16
+    ranks.run(group)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"rank 1 at token 7, slot 1 is 16; allowed: 0 to 15"):
+        ranks.run(group)
+    ranks.topk_idx[1][7, 1] = good
+    assert _same(ranks.run(group), expected)
+
+
+def test_an_index_out_of_range_is_told_and_the_group_stays_usable() -> None:
+    run_ranks(_bad_index, 1, timeout_s=TIMEOUT_S)
+
+
+def _shares(_) -> None:
+    group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    ranks = Ranks([100, 200])
+    expected = ranks.run(group)
+    for num_sms in (2, 8, 32):
+        assert _same(ranks.run(group, num_sms=num_sms), expected), num_sms
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    with pytest.raises(ValueError, match=r"2 ranks of the group share device 0"):
+        ranks.run(group, num_sms=sms)
+    assert _same(ranks.run(group), expected)
+
+
+def test_ranks_share_the_sms_of_a_gpu() -> None:
+    run_ranks(_shares, 1, timeout_s=TIMEOUT_S)
+
+
+def _too_large(_) -> None:
+    ranks = Ranks([100, 200])
+    with pytest.raises(MemoryError, match=r"bytes of symmetric memory on device 0"):
+        ranks.run(weft.virtual_ep_group(2, device="cuda", max_tokens=400_000_000))
+    torch.cuda.synchronize()
+    ranks.check(ranks.run(weft.virtual_ep_group(2, device="cuda", max_tokens=512)))
+
+
+def test_memory_that_there_is_not_is_told_with_its_bytes() -> None:
+    run_ranks(_too_large, 1, timeout_s=TIMEOUT_S)
