@@ -63,15 +63,37 @@ void create_layer(const weft_config* caller_config, weft_group* group, weft_laye
             WEFT_INVALID_ARGUMENT, "config says rank ", created->config.ep_rank, " of ", created->config.ep_size,
             ", the group says rank ", group->rank(), " of ", group->num_ranks());
     created->backend = make_backend_layer(created->config);
-    created->backend->prepare();
     group->prepare_memory(created->backend->memory_kind());
   });
   created->group = group;
   const double deadline_s = deadline_or_default(created->config.deadline_s);
   created->fingerprint = group->agree_on(created->config, deadline_s);
+  // Only now: allocating may wait for a device, whose kernels wait for peers that have yet to launch theirs until then.
+  group->or_refuse(deadline_s, [&] { created->backend->prepare(created->fingerprint); });
   group->reserve(created->backend->memory_kind(), created->backend->symmetric_flag_bytes(),
                  created->backend->symmetric_data_bytes(), deadline_s);
   *layer = created.release();
+}
+
+// Runs `launch`, which starts kernels of `layer`. Where ranks share a process none goes on before all have launched:
+// what it did next in CUDA could wait for its own kernels and keep a peer from launching what those wait for.
+template <class Launch>
+void launch_together(weft_layer* layer, const RankMemory& memory, CallKind launched, void* stream,
+                     const Launch& launch) {
+  if (!memory.ranks_share_process) return launch();
+  const double deadline_s = deadline_or_default(layer->config.deadline_s);
+  try {
+    layer->group->or_refuse(deadline_s, launch);
+    layer->group->meet({launched, layer->fingerprint}, deadline_s);
+  } catch (const Error&) {
+    try {
+      layer->backend->join(stream);
+    } catch (const Error&) {
+      // The first error is the thing to say.
+    }
+    throw;
+  }
+  layer->backend->join(stream);
 }
 
 void forward(weft_layer* layer, weft_forward_args* caller_args) {
@@ -90,7 +112,10 @@ void forward(weft_layer* layer, weft_forward_args* caller_args) {
   });
   const uint32_t epoch =
       group.meet({CallKind::kForward, layer->fingerprint}, deadline_or_default(layer->config.deadline_s));
-  group.advance(layer->backend->forward(memory, epoch, args) - 1);
+  int32_t num_passes = 1;
+  launch_together(layer, memory, CallKind::kForwardLaunched, args.stream,
+                  [&] { num_passes = layer->backend->forward(memory, epoch, args); });
+  group.advance(num_passes - 1);
   caller_args->generation = args.generation;
 }
 

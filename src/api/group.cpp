@@ -18,6 +18,7 @@ WaitTask wait_task(CallKind kind) {
     case CallKind::kMapped:
       return WaitTask::kGrowMemory;
     case CallKind::kForward:
+    case CallKind::kForwardLaunched:
       return WaitTask::kForward;
     case CallKind::kBackward:
       return WaitTask::kBackward;
@@ -145,7 +146,7 @@ RankMemory RankGroup::rank_memory(MemoryKind kind) const {
   if (kind == MemoryKind::kHost) return {memory_->controls(), memory_->flags(), memory_->data(), 0, false};
   if (device_memory_ == nullptr) return {nullptr, nullptr, nullptr, 1, false};
   return {device_memory_->controls(), device_memory_->flags(), device_memory_->data(),
-          device_memory_->ranks_on_device(), device_memory_->has_peers_in_process()};
+          device_memory_->ranks_on_device(), device_memory_->ranks_share_process()};
 }
 
 void RankGroup::prepare_memory(MemoryKind kind) {

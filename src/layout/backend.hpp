@@ -17,8 +17,8 @@ struct RankMemory {
   ControlBlock* const* controls;
   std::byte* const* flags;
   std::byte* const* data;
-  int32_t ranks_on_device;    // of the group, this one included, that share this rank's device
-  bool has_peers_in_process;  // some of the group's other ranks are of this process
+  int32_t ranks_on_device;   // of the group, this one included, that share this rank's device
+  bool ranks_share_process;  // some ranks of the group are of one process; the same on every rank
 };
 
 class BackendLayer {
@@ -33,8 +33,9 @@ class BackendLayer {
   // Where its symmetric memory lies.
   virtual MemoryKind memory_kind() const { return MemoryKind::kHost; }
 
-  // Makes what outlives calls; when the layer is created, not when one is only asked for its sizes.
-  virtual void prepare() {}
+  // Makes what outlives calls; when the layer is created, not when one is only asked for its sizes. All ranks have
+  // agreed on the configuration, of which `fingerprint` is a hash.
+  virtual void prepare(uint32_t /*fingerprint*/) {}
 
   // Throws the fault that a device has found since the last call, if any. Does not wait for it.
   virtual void check_reported() {}
@@ -49,6 +50,10 @@ class BackendLayer {
   // WEFT_STALLED when a peer stays away; WEFT_INVALID_ARGUMENT, on all ranks alike, for an expert index out of range.
   virtual int32_t forward(const RankMemory& memory, uint32_t epoch, weft_forward_args& args) = 0;
   virtual int32_t backward(const RankMemory& memory, uint32_t epoch, weft_backward_args& args) = 0;
+
+  // Where ranks share a process: orders what follows in the caller's stream behind a forward or backward, which has
+  // failed or which all ranks have launched.
+  virtual void join(void* /*stream*/) {}
 };
 
 }  // namespace weft

@@ -8,7 +8,17 @@
 
 namespace weft {
 
-enum class CallKind : uint32_t { kJoin = 1, kCreate, kGrow, kMapped, kForward, kBackward, kNextPass, kRefuse };
+enum class CallKind : uint32_t {
+  kJoin = 1,
+  kCreate,
+  kGrow,
+  kMapped,
+  kForward,
+  kBackward,
+  kNextPass,
+  kRefuse,
+  kForwardLaunched,  // ranks that share a process have launched their kernels
+};
 
 // What a rank has come to do: the kind, and a fingerprint of everything the ranks must agree on.
 struct Call {

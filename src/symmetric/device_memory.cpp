@@ -115,7 +115,7 @@ void DeviceSymmetricMemory::map_peers() {
   close(new_mappings_);
   control_mappings_.resize(controls_.size());
   int32_t ranks_on_device = 0;
-  bool has_peers_in_process = false;
+  bool ranks_share_process = false;
   for (int32_t peer = 0; peer < num_ranks(); ++peer) {
     const DeviceOffer& offer = offer_of(peer);
     const auto idx = static_cast<size_t>(peer);
@@ -125,10 +125,12 @@ void DeviceSymmetricMemory::map_peers() {
     new_mappings_.push_back(map(offer, offer.data, peer));
     new_data_[idx] = new_mappings_.back().address;
     if (std::memcmp(offer.device_id, own_.device_id, sizeof(own_.device_id)) == 0) ++ranks_on_device;
-    if (peer != rank_ && offer.process == own_.process) has_peers_in_process = true;
+    for (int32_t other = 0; other < peer; ++other) {
+      if (offer_of(other).process == offer.process) ranks_share_process = true;
+    }
   }
   ranks_on_device_ = ranks_on_device;
-  has_peers_in_process_ = has_peers_in_process;
+  ranks_share_process_ = ranks_share_process;
 }
 
 void DeviceSymmetricMemory::finish_mapping() {

@@ -77,7 +77,7 @@ class DeviceSymmetricMemory final : public SymmetricMemory {
   void require_current_device() const { device_->require_current(); }
   // Known once the memory has been mapped.
   int32_t ranks_on_device() const { return ranks_on_device_; }
-  bool has_peers_in_process() const { return has_peers_in_process_; }
+  bool ranks_share_process() const { return ranks_share_process_; }
 
   void grow_own(int64_t flag_bytes, int64_t data_bytes) override;
   // Waits until nothing runs on the device: earlier calls use what finish_mapping gives back. All ranks have grown, so
@@ -101,7 +101,7 @@ class DeviceSymmetricMemory final : public SymmetricMemory {
   std::shared_ptr<Device> device_;
   DeviceOffer own_;  // who this rank is; what it offers is in its control block
   int32_t ranks_on_device_ = 1;
-  bool has_peers_in_process_ = false;
+  bool ranks_share_process_ = false;
 
   DeviceArea control_;
   std::vector<DeviceArea> areas_;      // flags and data in force

@@ -181,7 +181,7 @@ TEST(DeviceMemory, IsSharedByAddressInOneProcess) {
                        exchange(rank, own, 7);
                        const RankMemory memory = rank.group->rank_memory(MemoryKind::kDevice);
                        EXPECT_EQ(memory.ranks_on_device, own == 2 ? 1 : 2);
-                       EXPECT_TRUE(memory.has_peers_in_process);
+                       EXPECT_TRUE(memory.ranks_share_process);
                      }),
             kNobodyFails);
   EXPECT_EQ(books.num_opened(), 0);
@@ -201,10 +201,26 @@ TEST(DeviceMemory, IsSharedByHandleBetweenProcesses) {
                        exchange(rank, own, 7);
                        const RankMemory memory = rank.group->rank_memory(MemoryKind::kDevice);
                        EXPECT_EQ(memory.ranks_on_device, own == 2 ? 1 : 2);
-                       EXPECT_FALSE(memory.has_peers_in_process);
+                       EXPECT_FALSE(memory.ranks_share_process);
                      }),
             kNobodyFails);
   EXPECT_EQ(books.num_opened(), 3 * 2 * 3);
+  ranks.clear();
+  EXPECT_EQ(books.num_areas(), 0);
+  EXPECT_EQ(books.num_wrong, 0);
+}
+
+TEST(DeviceMemory, IsSharedBothWaysByRanksOfTwoProcesses) {
+  Books books;
+  auto ranks = make_ranks(books, {{1, 0}, {2, 1}, {1, 2}});
+  EXPECT_EQ(on_ranks(ranks,
+                     [&](Rank& rank, int32_t own) {
+                       reserve(rank, 1024);
+                       exchange(rank, own, 7);
+                       EXPECT_TRUE(rank.group->rank_memory(MemoryKind::kDevice).ranks_share_process);
+                     }),
+            kNobodyFails);
+  EXPECT_EQ(books.num_opened(), 4 * 3);
   ranks.clear();
   EXPECT_EQ(books.num_areas(), 0);
   EXPECT_EQ(books.num_wrong, 0);

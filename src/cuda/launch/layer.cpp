@@ -3,7 +3,10 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "core/status.hpp"
 #include "cuda/launch/forward.hpp"
@@ -27,25 +30,45 @@ struct DeviceDeleter {
 struct PinnedDeleter {
   void operator()(void* memory) const { cudaFreeHost(memory); }
 };
-struct StreamDeleter {
-  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
-};
 struct EventDeleter {
   void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
 };
-using Stream = std::unique_ptr<CUstream_st, StreamDeleter>;
 using Event = std::unique_ptr<CUevent_st, EventDeleter>;
 
-// One that waits for no other: the default stream may hold a kernel that waits for this rank.
-Stream make_stream() {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
-  return Stream(stream);
-}
 Event make_event() {
   cudaEvent_t event = nullptr;
   check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cannot make a CUDA event");
   return Event(event);
+}
+
+// One that waits for no other: the default stream may hold a kernel that waits for this rank.
+cudaStream_t make_stream() {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cannot make a CUDA stream");
+  return stream;
+}
+
+// Into device memory, in no stream of the caller's, and by a copy: kernels that wait may leave no SM to another.
+template <class Value>
+void write(Value* target, const Value& value) {
+  const cudaStream_t stream = make_stream();
+  const cudaError_t sent = cudaMemcpyAsync(target, &value, sizeof(Value), cudaMemcpyHostToDevice, stream);
+  const cudaError_t done = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(sent, "cannot write to the device");
+  check(done, "cannot write to the device");
+}
+
+// Where the kernels of a rank run that shares its process with others; on the current device. One a device and rank for
+// all layers, and those of all ranks made one after another: streams share a few queues of the driver, in which kernels
+// of two ranks must not be one behind the other.
+cudaStream_t branch_stream(int device, const LayerShape& shape) {
+  static std::mutex& mutex = *new std::mutex;  // never destroyed, as the driver may be gone when the process ends
+  static auto& streams = *new std::map<int, std::vector<cudaStream_t>>;
+  const std::lock_guard lock(mutex);
+  std::vector<cudaStream_t>& of_device = streams[device];
+  while (of_device.size() < static_cast<size_t>(shape.ep_size)) of_device.push_back(make_stream());
+  return of_device[static_cast<size_t>(shape.ep_rank)];
 }
 
 TaskChoice forward_choice() { return {Direction::kForward, kForwardWork, kHopperTiling}; }
@@ -97,7 +120,7 @@ class CudaLayer final : public BackendLayer {
   }
   ~CudaLayer() override {
     // Freeing waits for the device, and may keep a peer of this process from launching what it waits for.
-    if (branch_ != nullptr) cudaStreamSynchronize(branch_.get());
+    if (branch_ != nullptr) cudaStreamSynchronize(branch_);
   }
 
   int64_t workspace_bytes() const override {
@@ -157,7 +180,7 @@ class CudaLayer final : public BackendLayer {
       copy(own.topk_weights, inputs.topk_weights, inputs.num_tokens * shape.top_k, sizeof(float));
       copy(own.x, inputs.x, inputs.num_tokens * shape.hidden, sizeof(Bf16));
     }
-    if (memory.has_peers_in_process) check(cudaEventRecord(staged_.get(), stream), "cannot record a CUDA event");
+    if (memory.ranks_share_process) check(cudaEventRecord(staged_.get(), stream), "cannot record a CUDA event");
   }
 
   int32_t forward(const RankMemory& memory, uint32_t, weft_forward_args& args) override {
@@ -177,23 +200,28 @@ class CudaLayer final : public BackendLayer {
     throw Error(WEFT_INTERNAL, "the CUDA backend has no backward");
   }
 
-  void prepare() override {
+  void prepare(uint32_t fingerprint) override {
     const CurrentDevice current(device_);
+    fingerprint_ = fingerprint;
     void* device = nullptr;
     check(cudaMalloc(&device, sizeof(DeviceState)), "cannot allocate the layer's device state");
     state_.reset(static_cast<DeviceState*>(device));
-    notes_ = make_stream();
-    check(cudaMemsetAsync(device, 0, sizeof(DeviceState), notes_.get()), "cannot clear the layer's device state");
-    check(cudaStreamSynchronize(notes_.get()), "cannot clear the layer's device state");
+    write(state_.get(), DeviceState{});
     void* pinned = nullptr;
     check(cudaHostAlloc(&pinned, sizeof(PlanReport), cudaHostAllocMapped), "cannot allocate pinned host memory");
     host_report_.reset(static_cast<PlanReport*>(pinned));
     *host_report_ = PlanReport{};
     if (is_alone()) return;
-    branch_ = make_stream();
+    branch_ = branch_stream(device_, options_.shape);
     staged_ = make_event();
     done_ = make_event();
     load_plan();
+  }
+
+  void join(void* caller_stream) override {
+    const CurrentDevice current(device_);
+    check(cudaEventRecord(done_.get(), branch_), "cannot record a CUDA event");
+    check(cudaStreamWaitEvent(static_cast<cudaStream_t>(caller_stream), done_.get()), "cannot join a stream");
   }
 
   void check_reported() override {
@@ -204,6 +232,7 @@ class CudaLayer final : public BackendLayer {
       throw Error(WEFT_STALLED, describe(report.stall, options_.shape.ep_rank, options_.deadline_s));
     }
     *host_report_ = PlanReport{};
+    const CurrentDevice current(device_);
     write(&state_->report, PlanReport{});
     throw Error(WEFT_INVALID_ARGUMENT, "found by the device in an earlier call: " + fault_words(report));
   }
@@ -278,16 +307,13 @@ class CudaLayer final : public BackendLayer {
     const Workspace workspace = carve_workspace(carver, options_.shape);
     const Peers peers = peers_of(memory, *args.inputs);
     const ForwardParams params = forward_params(workspace, args, peers);
-    const auto caller = static_cast<cudaStream_t>(args.stream);
     // Ranks of one process may be called in one stream, where the first would wait for the second for ever: they run in
-    // streams of their own, which leave the caller's before any rank waits there for its kernels, and join it again.
-    const cudaStream_t stream = memory.has_peers_in_process ? branch_.get() : caller;
-    if (stream != caller) check(cudaStreamWaitEvent(stream, staged_.get()), "cannot leave the caller's stream");
+    // streams of their own, which leave the caller's behind the staging and join it again when all have launched.
+    const bool branches = memory.ranks_share_process;
+    const cudaStream_t stream = branches ? branch_ : static_cast<cudaStream_t>(args.stream);
+    if (branches) check(cudaStreamWaitEvent(stream, staged_.get()), "cannot leave the caller's stream");
     launch_plan(plan_launch(workspace, peers, num_sms(memory)), stream);
     launch_forward(params, args.saved != nullptr, num_sms(memory), stream);
-    if (stream == caller) return;
-    check(cudaEventRecord(done_.get(), stream), "cannot record a CUDA event");
-    check(cudaStreamWaitEvent(caller, done_.get()), "cannot join the caller's stream");
   }
 
   // This rank has met its peers and cannot launch: their kernels need not wait until the deadline.
@@ -302,15 +328,6 @@ class CudaLayer final : public BackendLayer {
     }
   }
 
-  // Into device memory, in no stream of the caller's, and by a copy: kernels that wait may leave no SM to another.
-  template <class Value>
-  void write(Value* target, const Value& value) const {
-    const CurrentDevice current(device_);
-    check(cudaMemcpyAsync(target, &value, sizeof(Value), cudaMemcpyHostToDevice, notes_.get()),
-          "cannot write to the device");
-    check(cudaStreamSynchronize(notes_.get()), "cannot write to the device");
-  }
-
   PlanLaunch plan_launch(const Workspace& workspace, const Peers& peers, int32_t num_sms) const {
     PlanLaunch launch{};
     launch.plan = workspace.plan;
@@ -323,7 +340,7 @@ class CudaLayer final : public BackendLayer {
     std::copy_n(peers.topk_weights, kMaxRanks, launch.topk_weights);
     std::copy_n(peers.num_tokens, kMaxRanks, launch.num_tokens);
     launch.report = &state_->report;
-    launch.call = {CallKind::kForward, 0};
+    launch.call = {CallKind::kForward, fingerprint_};
     launch.deadline_s = options_.deadline_s;
     launch.num_sms = num_sms;
     return launch;
@@ -376,10 +393,10 @@ class CudaLayer final : public BackendLayer {
   int device_sms_ = 0;
   std::unique_ptr<DeviceState, DeviceDeleter> state_;
   std::unique_ptr<PlanReport, PinnedDeleter> host_report_;
-  Stream notes_;   // what the host writes to the device behind the kernels' backs
-  Stream branch_;  // of several ranks: where the kernels of ranks that share a process run
-  Event staged_;   // this rank's inputs lie in symmetric memory
-  Event done_;     // the kernels in branch_
+  uint32_t fingerprint_ = 0;
+  cudaStream_t branch_ = nullptr;  // of several ranks; used where they share a process
+  Event staged_;                   // this rank's inputs lie in symmetric memory
+  Event done_;                     // the kernels in branch_
 };
 
 }  // namespace
