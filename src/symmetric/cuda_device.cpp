@@ -3,6 +3,7 @@
 #include "symmetric/cuda_device.hpp"
 
 #include <cuda_runtime_api.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <random>
@@ -16,13 +17,13 @@ void check(cudaError_t status, const char* what) {
   require(status == cudaSuccess, WEFT_INTERNAL, what, ": ", cudaGetErrorString(status));
 }
 
-// Tells processes apart; ids of processes would not, in containers that share memory.
+// Tells processes apart; their ids alone would not, in containers that share memory, nor a random number after a fork.
 uint64_t process_token() {
   static const uint64_t token = [] {
     std::random_device random;
     return uint64_t{random()} << 32 | random();
   }();
-  return token;
+  return token ^ static_cast<uint64_t>(::getpid());
 }
 
 class CudaDevice final : public Device {
