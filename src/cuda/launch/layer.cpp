@@ -33,8 +33,9 @@ struct Workspace {
   Plan plan;
   PlanScratch scratch;
   TaskTable table;
-  Bf16* act;  // [capacity, I] a' = w silu(g) u
-  Bf16* out;  // [capacity, H]
+  Bf16* x;     // [capacity, H]
+  Bf16* act;   // [capacity, I] a' = w silu(g) u
+  Bf16* rows;  // [capacity, H] o
 };
 
 Workspace carve_workspace(Carver& carver, const LayerShape& shape) {
@@ -43,8 +44,9 @@ Workspace carve_workspace(Carver& carver, const LayerShape& shape) {
   workspace.plan = carve_plan(carver, shape);
   workspace.scratch = carve_plan_scratch(carver, shape);
   workspace.table = carve_task_table(carver, shape, forward_choice());
+  workspace.x = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
   workspace.act = carver.take<Bf16>(shape.capacity_rows() * shape.intermediate);
-  workspace.out = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
+  workspace.rows = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
   return workspace;
 }
 
@@ -62,6 +64,7 @@ class CudaLayer final : public BackendLayer {
     check(cudaGetDevice(&device), "no current CUDA device");
     check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device), "cannot ask the CUDA device");
     if (options.num_sms > 0) num_sms_ = min_of(num_sms_, options.num_sms);
+    num_sms_ = max_of(2, num_sms_ / 2 * 2);  // clusters of two
   }
 
   int64_t workspace_bytes() const override {
@@ -163,10 +166,11 @@ class CudaLayer final : public BackendLayer {
     params.gate = make_tensor_map({gate, {hidden, intermediate, experts}, {hidden, stride}, {128, 1}}, "gate");
     params.up = make_tensor_map({up, {hidden, intermediate, experts}, {hidden, stride}, {128, 1}}, "up");
     params.down = make_tensor_map(
-        {inputs.down, {intermediate, hidden, experts}, {intermediate, intermediate * hidden}, {256, 1}}, "down");
+        {inputs.down, {intermediate, hidden, experts}, {intermediate, intermediate * hidden}, {128, 1}}, "down");
+    params.x_pool = rows_of(workspace.x, hidden, kBlockRows, "workspace");
     params.act = rows_of(workspace.act, intermediate, kBlockRows, "workspace");
     params.act_store = rows_of(workspace.act, intermediate, 16, "workspace");
-    params.out_store = rows_of(workspace.out, hidden, 16, "workspace");
+    params.rows_store = rows_of(workspace.rows, hidden, 16, "workspace");
     if (args.saved != nullptr) {
       params.z_store =
           make_tensor_map({args.saved, {intermediate, 2, rows}, {intermediate, 2 * intermediate}, {1, 16}}, "saved");
@@ -175,9 +179,11 @@ class CudaLayer final : public BackendLayer {
     params.flags = workspace.flags;
     params.table = workspace.table;
     params.state = workspace.scratch.state;
-    params.x = static_cast<const Bf16*>(inputs.x);
-    params.out = workspace.out;
-    params.y = static_cast<Bf16*>(args.y);
+    params.topk_idx = workspace.scratch.topk_idx;
+    params.pulls[0] = {{static_cast<const Bf16*>(inputs.x)}, workspace.x};
+    params.num_pulls = 1;
+    params.rows = workspace.rows;
+    params.result = static_cast<Bf16*>(args.y);
     params.clamp_limit = static_cast<float>(options_.clamp_limit);
     params.controls[0] = &state_->control;
     params.report = &state_->report;
