@@ -85,14 +85,16 @@ Layer* Rank::keep_layer(const LayerKey& key, weft_layer* layer) {
   return &(layers_[key] = std::move(kept));
 }
 
-void* Rank::workspace(const torch::stable::Tensor& like, int64_t bytes) {
+void* Rank::workspace(const torch::stable::Tensor& like, int64_t bytes, uint64_t capture) {
   constexpr int64_t kAlignment = 256;
-  if (!workspace_ || workspace_->numel() < bytes + kAlignment) {
-    workspace_.reset();  // the old one goes before the new one comes
-    generation_ = 0;
-    workspace_ = allocate(like, bytes + kAlignment, "the workspace");
+  std::optional<torch::stable::Tensor>& workspace = workspaces_[capture != 0];
+  if (!workspace || workspace->numel() < bytes + kAlignment) {
+    if (workspace && capture != 0) outgrown_.push_back(*workspace);
+    workspace.reset();  // the old one goes before the new one comes
+    last_[capture != 0] = {};
+    workspace = allocate(like, bytes + kAlignment, "the workspace");
   }
-  const auto address = reinterpret_cast<uintptr_t>(workspace_->mutable_data_ptr());
+  const auto address = reinterpret_cast<uintptr_t>(workspace->mutable_data_ptr());
   return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
 }
 

@@ -61,12 +61,17 @@ class Rank {
 
   Layer* find_layer(const LayerKey& key);
   Layer* keep_layer(const LayerKey& key, weft_layer* layer);
-  // 256-byte aligned memory of at least `bytes` on the device of `like`; a bigger demand replaces it.
-  void* workspace(const torch::stable::Tensor& like, int64_t bytes);
+  const std::map<LayerKey, Layer>& layers() const { return layers_; }
+  // 256-byte aligned memory of at least `bytes` on the device of `like`; a bigger demand replaces it. `capture` is the
+  // number of the graph capture that the call is part of, 0 for none: replays write to their memory unseen, so other
+  // calls have a workspace of their own, and a captured one lives as long as the group.
+  void* workspace(const torch::stable::Tensor& like, int64_t bytes, uint64_t capture);
   // A workspace starts with its forward's generation, which new memory could hold by chance: only the tag of the last
-  // forward, in the same memory, may be handed to the library.
-  void set_generation(uint64_t generation) { generation_ = generation; }
-  uint64_t still_valid(uint64_t generation) const { return generation == generation_ ? generation : 0; }
+  // forward, in the same memory and the same capture, may be handed to the library.
+  void set_generation(uint64_t generation, uint64_t capture) { last_[capture != 0] = {generation, capture}; }
+  uint64_t still_valid(uint64_t generation, uint64_t capture) const {
+    return last_[capture != 0] == Forward{generation, capture} ? generation : 0;
+  }
 
  private:
   std::unique_ptr<weft_group, Destroy> group_;  // outlives the layers below
@@ -74,8 +79,15 @@ class Rank {
   int32_t ep_size_;
   std::mutex mutex_;
   std::map<LayerKey, Layer> layers_;
-  std::optional<torch::stable::Tensor> workspace_;
-  uint64_t generation_ = 0;
+  struct Forward {
+    uint64_t generation;
+    uint64_t capture;
+    bool operator==(const Forward&) const = default;
+  };
+  // Entry 0 is of calls that run at once, entry 1 of captured ones.
+  std::optional<torch::stable::Tensor> workspaces_[2];
+  Forward last_[2] = {};
+  std::vector<torch::stable::Tensor> outgrown_;  // graphs still write to them
 };
 
 // The ranks that one call runs: one of a group shared by processes, or one or all of a local group.
