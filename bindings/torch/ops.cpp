@@ -1,6 +1,7 @@
 // The ops of namespace weft: schemas, and tensors -> C ABI arguments. One op call runs all ranks that its group number
 // stands for, so tensors come as lists with one entry a rank. Autograd and fake kernels are in python/weft_moe/ops.py.
 // Knows torch through its stable headers alone, so that one binary serves every torch from 2.10 on.
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -86,7 +87,8 @@ LayerKey key_of(const Inputs& inputs, const Options& options) {
           .clamp_limit = options.clamp_limit,
           .save = static_cast<weft_save>(options.save),
           .num_workers = static_cast<int32_t>(options.num_workers),
-          .deadline_s = options.deadline_s};
+          .deadline_s = options.deadline_s,
+          .device = inputs.x[0].is_cpu() ? -1 : inputs.x[0].device().index()};
 }
 
 // Checks what one rank brings against the configuration.
@@ -136,8 +138,10 @@ class Call {
     or_refuse([&] {
       require_entries({&inputs.x, &inputs.topk_idx, &inputs.topk_weights, &inputs.gate_up, &inputs.down});
       key = key_of(inputs, options);
-      stream_ = current_stream(x_[0].device());
-      capture_ = capture_of(stream_);
+      const Device device = x_[0].device();
+      if (!device.is_cpu()) on_device_.emplace(device.index());
+      stream_ = current_stream(device);
+      place_ = {key.device, capture_of(stream_)};
       for (size_t r = 0; r < size(); ++r) {
         if (rank(r).find_layer(key) == nullptr) {
           const weft_config config = config_of(key, rank(r).ep_rank(), rank(r).ep_size());
@@ -155,7 +159,7 @@ class Call {
   Rank& rank(size_t r) const { return group_->rank(r); }
   const weft_sizes& sizes(size_t r) const { return layers_[r]->sizes; }
   const weft_inputs* inputs(size_t r) const { return &c_inputs_[r]; }
-  uint64_t capture() const { return capture_; }
+  const Place& place() const { return place_; }
 
   void require_entries(std::initializer_list<const Tensors*> lists) const {
     for (const Tensors* list : lists) {
@@ -168,7 +172,7 @@ class Call {
   template <class Args>
   void set_workspace(Args& args, size_t r) const {
     args.workspace_bytes = sizes(r).workspace_bytes;
-    args.workspace = rank(r).workspace(x_[r], args.workspace_bytes, capture_);
+    args.workspace = rank(r).workspace(place_, x_[r], args.workspace_bytes);
     args.stream = stream_;
   }
 
@@ -199,7 +203,8 @@ class Call {
   const Tensors& x_;
   double deadline_s_;
   void* stream_ = nullptr;
-  uint64_t capture_ = 0;
+  Place place_{};
+  std::optional<torch::stable::accelerator::DeviceGuard> on_device_;  // the tensors' device is the current one
   std::vector<Layer*> layers_;
   std::vector<weft_inputs> c_inputs_;
 };
@@ -237,10 +242,11 @@ std::tuple<Tensors, Tensors, Tensor> forward(Tensors x, Tensors topk_idx, Tensor
         args[r].saved = saved[r].mutable_data_ptr();
       }
       call.set_workspace(args[r], r);
+      call.rank(r).set_generation(call.place(), 0);  // a forward that fails leaves nothing to rely on
     }
   });
   call.run(weft_forward_all, args);
-  for (size_t r = 0; r < call.size(); ++r) call.rank(r).set_generation(args[r].generation, call.capture());
+  for (size_t r = 0; r < call.size(); ++r) call.rank(r).set_generation(call.place(), args[r].generation);
 
   const Tensor generation = torch::stable::new_empty(x[0], {static_cast<int64_t>(saved.size())}, ScalarType::Long,
                                                      std::nullopt, Device(torch::headeronly::DeviceType::CPU));
@@ -285,9 +291,9 @@ void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Ten
         require_tensor(saved[r], "saved", "what forward returned", {call.sizes(r).saved_bytes}, ScalarType::Byte,
                        x[r].device());
         args[r].saved = saved[r].const_data_ptr();
-        args[r].generation =
-            call.rank(r).still_valid(static_cast<uint64_t>(generation.const_data_ptr<int64_t>()[r]), call.capture());
       }
+      const int64_t tag = saved.empty() ? 0 : generation.const_data_ptr<int64_t>()[r];
+      args[r].generation = call.rank(r).claim_generation(call.place(), static_cast<uint64_t>(tag));
       const ScalarType grad_dtype = !dgate_up.empty() ? dgate_up[r].scalar_type()
                                     : !ddown.empty()  ? ddown[r].scalar_type()
                                                       : x[r].scalar_type();
