@@ -122,7 +122,9 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> topk_idx [T, K] int64, topk_weights [T, K] fp32, largest first."""
-        logits = F.linear(x.to(self.router.weight.dtype), self.router.weight)
+        # In its own dtype under autocast too: a rounded logit sends a token to another expert.
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(self.router.weight.dtype), self.router.weight)
         topk_weights, topk_idx = logits.softmax(-1).topk(self.top_k)
         if self.normalize_topk:
             topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
