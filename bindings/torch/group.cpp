@@ -19,7 +19,6 @@ int64_t first_id() {
     for (const weft_precision precision : {WEFT_PRECISION_FP64, WEFT_PRECISION_FP32, WEFT_PRECISION_BF16,
                                            WEFT_PRECISION_FP8, WEFT_PRECISION_FP8_BWD, WEFT_PRECISION_MXFP8}) {
       const LayerKey key{.backend = backend,
-                         .device = 0,
                          .precision = precision,
                          .hidden = 1024,
                          .intermediate = 512,
@@ -86,15 +85,29 @@ Layer* Rank::keep_layer(const LayerKey& key, weft_layer* layer) {
   return &(layers_[key] = std::move(kept));
 }
 
-void* Rank::workspace(const torch::stable::Tensor& like, int64_t bytes) {
+void* Rank::workspace(const Place& place, const torch::stable::Tensor& like, int64_t bytes) {
   constexpr int64_t kAlignment = 256;
-  if (!workspace_ || workspace_->numel() < bytes + kAlignment || workspace_->device() != like.device()) {
-    workspace_.reset();  // the old one goes before the new one comes
-    generation_ = 0;
-    workspace_ = allocate(like, bytes + kAlignment, "the workspace");
+  Workspace& workspace = workspace_of(place);
+  if (!workspace.memory || workspace.memory->numel() < bytes + kAlignment) {
+    if (workspace.memory && place.capture != 0) outgrown_.push_back(*workspace.memory);
+    workspace = {};  // the old one goes before the new one comes
+    workspace.memory = allocate(like, bytes + kAlignment, "the workspace");
   }
-  const auto address = reinterpret_cast<uintptr_t>(workspace_->mutable_data_ptr());
+  const auto address = reinterpret_cast<uintptr_t>(workspace.memory->mutable_data_ptr());
   return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+}
+
+void Rank::set_generation(const Place& place, uint64_t generation) {
+  Workspace& workspace = workspace_of(place);
+  workspace.generation = generation;
+  workspace.capture = place.capture;
+}
+
+uint64_t Rank::claim_generation(const Place& place, uint64_t generation) {
+  Workspace& workspace = workspace_of(place);
+  if (generation == workspace.generation && place.capture == workspace.capture) return generation;
+  workspace.generation = 0;  // this backward writes over what was there
+  return 0;
 }
 
 std::shared_ptr<Group> Group::member(int64_t r) const {

@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "weft/weft.h"
@@ -24,10 +25,16 @@ struct Destroy {
   void operator()(weft_layer* layer) const { weft_layer_destroy(layer); }
 };
 
-// What makes a layer: a configuration but for the rank, of which all ranks bring equal ones; and where it runs.
+// Where a call runs. Replays of a graph write to its memory unseen, so captured calls have a workspace of their own,
+// which lives as long as the group.
+struct Place {
+  int32_t device;    // of CUDA; -1 is the CPU
+  uint64_t capture;  // the number of the graph capture that the call is part of; 0 for none
+};
+
+// What makes a layer: a configuration but for the rank, and the device. All ranks bring equal ones but for the device.
 struct LayerKey {
   weft_backend backend;
-  int32_t device;  // a GPU's index; 0 for the CPU
   weft_precision precision;
   int64_t hidden;
   int64_t intermediate;
@@ -38,6 +45,7 @@ struct LayerKey {
   weft_save save;
   int32_t num_workers;
   double deadline_s;
+  int32_t device = -1;  // as in Place
 
   auto operator<=>(const LayerKey&) const = default;
 };
@@ -62,12 +70,14 @@ class Rank {
 
   Layer* find_layer(const LayerKey& key);
   Layer* keep_layer(const LayerKey& key, weft_layer* layer);
-  // 256-byte aligned memory of at least `bytes` on the device of `like`; a bigger demand replaces it.
-  void* workspace(const torch::stable::Tensor& like, int64_t bytes);
-  // A workspace starts with its forward's generation, which new memory could hold by chance: only the tag of the last
-  // forward, in the same memory, may be handed to the library.
-  void set_generation(uint64_t generation) { generation_ = generation; }
-  uint64_t still_valid(uint64_t generation) const { return generation == generation_ ? generation : 0; }
+  const std::map<LayerKey, Layer>& layers() const { return layers_; }
+  // 256-byte aligned memory of at least `bytes` for calls of a place; a bigger demand replaces it.
+  void* workspace(const Place& place, const torch::stable::Tensor& like, int64_t bytes);
+  // The tag of what a forward has left in the workspace.
+  void set_generation(const Place& place, uint64_t generation);
+  // What a backward may hand to the library as its forward's tag: 0 unless that was the last call in the same memory
+  // and the same capture, as new memory could hold a tag by chance, and a device does not tell what its memory holds.
+  uint64_t claim_generation(const Place& place, uint64_t generation);
 
  private:
   std::unique_ptr<weft_group, Destroy> group_;  // outlives the layers below
@@ -75,8 +85,15 @@ class Rank {
   int32_t ep_size_;
   std::mutex mutex_;
   std::map<LayerKey, Layer> layers_;
-  std::optional<torch::stable::Tensor> workspace_;
-  uint64_t generation_ = 0;
+  struct Workspace {
+    std::optional<torch::stable::Tensor> memory;
+    uint64_t generation = 0;
+    uint64_t capture = 0;
+  };
+  Workspace& workspace_of(const Place& place) { return workspaces_[{place.device, place.capture != 0}]; }
+
+  std::map<std::pair<int32_t, bool>, Workspace> workspaces_;  // of a device, and of its captured calls
+  std::vector<torch::stable::Tensor> outgrown_;               // graphs still write to them
 };
 
 // The ranks that one call runs: one of a group shared by processes, or one or all of a local group.

@@ -21,6 +21,23 @@ int64_t member(int64_t group, int64_t rank) { return register_group(find_group(g
 
 void destroy(int64_t group) { remove_group(group); }
 
+// Tells the other ranks that this one cannot make the call that they wait in, or will; nothing where there are none.
+void refuse(int64_t group, std::string reason, double deadline_s) {
+  const std::shared_ptr<Group> found = find_group(group);
+  if (!found->has_peers()) return;
+  const auto locks = found->lock();
+  for (size_t r = 0; r < found->size(); ++r) check(weft_refuse(found->rank(r).group(), reason.c_str(), deadline_s));
+}
+
+// Throws what a device has found wrong in calls that have run by now: one fault of one layer, once.
+void check_layers(int64_t group) {
+  const std::shared_ptr<Group> found = find_group(group);
+  const auto locks = found->lock();
+  for (size_t r = 0; r < found->size(); ++r) {
+    for (const auto& [key, layer] : found->rank(r).layers()) check(weft_layer_check(layer.handle.get()));
+  }
+}
+
 // Which number the C ABI cannot take, or "": narrowed it could look right. ep_size first, since num_experts follows it.
 std::string beyond_int32(int64_t num_experts, int64_t top_k, int64_t ep_size) {
   using Limits = std::numeric_limits<int32_t>;
@@ -88,6 +105,8 @@ STABLE_TORCH_LIBRARY(weft, library) {
   library.def("create_shared_group(str name, int ep_rank, int ep_size, float deadline_s) -> int");
   library.def("group_member(int group, int rank) -> int");
   library.def("destroy_group(int group) -> ()");
+  library.def("refuse(int group, str reason, float deadline_s) -> ()");
+  library.def("check_layers(int group) -> ()");
   library.def(
       "supports(bool cpu, int hidden, int intermediate, int num_experts, int top_k, int ep_size, int precision, "
       "int max_tokens, bool training) -> str");
@@ -103,6 +122,8 @@ STABLE_TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, library) {
   library.impl("create_shared_group", TORCH_BOX(&weft_torch::create_shared));
   library.impl("group_member", TORCH_BOX(&weft_torch::member));
   library.impl("destroy_group", TORCH_BOX(&weft_torch::destroy));
+  library.impl("refuse", TORCH_BOX(&weft_torch::refuse));
+  library.impl("check_layers", TORCH_BOX(&weft_torch::check_layers));
   library.impl("supports", TORCH_BOX(&weft_torch::supports));
   library.impl("saved_bytes", TORCH_BOX(&weft_torch::saved_bytes));
   library.impl("version", TORCH_BOX(&weft_torch::version));

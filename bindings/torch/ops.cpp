@@ -78,7 +78,6 @@ LayerKey key_of(const Inputs& inputs, const Options& options) {
   require(std::isfinite(options.deadline_s) && options.deadline_s >= 0, "deadline_s is ", options.deadline_s,
           "; allowed: a positive number of seconds, or 0 for 300");
   return {.backend = inputs.x[0].is_cpu() ? WEFT_BACKEND_CPU : WEFT_BACKEND_CUDA,
-          .device = inputs.x[0].is_cpu() ? 0 : inputs.x[0].device().index(),
           .precision = static_cast<weft_precision>(options.precision),
           .hidden = inputs.x[0].size(1),
           .intermediate = inputs.down[0].size(2),
@@ -88,7 +87,8 @@ LayerKey key_of(const Inputs& inputs, const Options& options) {
           .clamp_limit = options.clamp_limit,
           .save = static_cast<weft_save>(options.save),
           .num_workers = static_cast<int32_t>(options.num_workers),
-          .deadline_s = options.deadline_s};
+          .deadline_s = options.deadline_s,
+          .device = inputs.x[0].is_cpu() ? -1 : inputs.x[0].device().index()};
 }
 
 // Checks what one rank brings against the configuration.
@@ -129,27 +129,37 @@ weft_inputs c_inputs_of(const Inputs& inputs, size_t r) {
 // Whatever goes wrong before the library is called is told to the peers, which would wait for this rank otherwise.
 class Call {
  public:
-  Call(const Inputs& inputs, const Options& options, int64_t group_id)
+  // `check_others(call)` checks what else this rank brings. All checks come before the ranks meet to create layers: a
+  // rank that is wrong says so, and not that its peers are late.
+  template <class CheckOthers>
+  Call(const Inputs& inputs, const Options& options, int64_t group_id, const CheckOthers& check_others)
       : group_(find_group(group_id)), locks_(group_->lock()), x_(inputs.x), deadline_s_(options.deadline_s) {
     LayerKey key{};
     or_refuse([&] {
       require_entries({&inputs.x, &inputs.topk_idx, &inputs.topk_weights, &inputs.gate_up, &inputs.down});
-      if (!inputs.x[0].is_cpu()) device_guard_.emplace(inputs.x[0].device().index());
       key = key_of(inputs, options);
-    });
-    layers_ = group_->layers(key);  // checks the configuration, and tells the peers what it finds
-    or_refuse([&] {
+      const Device device = x_[0].device();
+      if (!device.is_cpu()) on_device_.emplace(device.index());
+      stream_ = current_stream(device);
+      place_ = {key.device, capture_of(stream_)};
       for (size_t r = 0; r < size(); ++r) {
+        if (rank(r).find_layer(key) == nullptr) {
+          const weft_config config = config_of(key, rank(r).ep_rank(), rank(r).ep_size());
+          check(weft_supports(&config));
+        }
         require_rank(inputs, r, key, group_->ep_size());
         c_inputs_.push_back(c_inputs_of(inputs, r));
       }
+      check_others(*this);
     });
+    layers_ = group_->layers(key);
   }
 
   size_t size() const { return group_->size(); }
   Rank& rank(size_t r) const { return group_->rank(r); }
   const weft_sizes& sizes(size_t r) const { return layers_[r]->sizes; }
   const weft_inputs* inputs(size_t r) const { return &c_inputs_[r]; }
+  const Place& place() const { return place_; }
 
   void require_entries(std::initializer_list<const Tensors*> lists) const {
     for (const Tensors* list : lists) {
@@ -162,8 +172,8 @@ class Call {
   template <class Args>
   void set_workspace(Args& args, size_t r) const {
     args.workspace_bytes = sizes(r).workspace_bytes;
-    args.workspace = rank(r).workspace(x_[r], args.workspace_bytes);
-    args.stream = current_stream(x_[r].device());
+    args.workspace = rank(r).workspace(place_, x_[r], args.workspace_bytes);
+    args.stream = stream_;
   }
 
   template <class Prepare>
@@ -188,11 +198,13 @@ class Call {
   }
 
  private:
-  std::optional<torch::stable::accelerator::DeviceGuard> device_guard_;  // layers belong to the current device
   std::shared_ptr<Group> group_;
   std::vector<std::unique_lock<std::mutex>> locks_;
   const Tensors& x_;
   double deadline_s_;
+  void* stream_ = nullptr;
+  Place place_{};
+  std::optional<torch::stable::accelerator::DeviceGuard> on_device_;  // the tensors' device is the current one
   std::vector<Layer*> layers_;
   std::vector<weft_inputs> c_inputs_;
 };
@@ -206,17 +218,20 @@ std::tuple<Tensors, Tensors, Tensor> forward(Tensors x, Tensors topk_idx, Tensor
                                              int64_t max_tokens, double clamp_limit, int64_t num_workers,
                                              double deadline_s, ScalarType) {
   const Inputs inputs{x, topk_idx, topk_weights, gate_up, down};
-  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group);
-
-  Tensors y, saved;
-  std::vector<weft_forward_args> args(call.size());
-  call.or_refuse([&] {
+  const auto check_main_grad = [&](const Call& call) {
     if (!main_grad_gate_up.empty()) call.require_entries({&main_grad_gate_up, &main_grad_down});
     for (size_t r = 0; r < main_grad_gate_up.size(); ++r) {
       const ScalarType dtype = x[r].scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
       require_tensor(main_grad_gate_up[r], "main_grad[0]", "[e, 2I, H]", sizes_of(gate_up[r]), dtype, x[r].device());
       require_tensor(main_grad_down[r], "main_grad[1]", "[e, H, I]", sizes_of(down[r]), dtype, x[r].device());
     }
+  };
+  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group,
+                  check_main_grad);
+
+  Tensors y, saved;
+  std::vector<weft_forward_args> args(call.size());
+  call.or_refuse([&] {
     for (size_t r = 0; r < call.size(); ++r) {
       WEFT_INIT(args[r]);
       args[r].inputs = call.inputs(r);
@@ -227,10 +242,11 @@ std::tuple<Tensors, Tensors, Tensor> forward(Tensors x, Tensors topk_idx, Tensor
         args[r].saved = saved[r].mutable_data_ptr();
       }
       call.set_workspace(args[r], r);
+      call.rank(r).set_generation(call.place(), 0);  // a forward that fails leaves nothing to rely on
     }
   });
   call.run(weft_forward_all, args);
-  for (size_t r = 0; r < call.size(); ++r) call.rank(r).set_generation(args[r].generation);
+  for (size_t r = 0; r < call.size(); ++r) call.rank(r).set_generation(call.place(), args[r].generation);
 
   const Tensor generation = torch::stable::new_empty(x[0], {static_cast<int64_t>(saved.size())}, ScalarType::Long,
                                                      std::nullopt, Device(torch::headeronly::DeviceType::CPU));
@@ -247,11 +263,11 @@ void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Ten
               bool accumulate, int64_t group, int64_t num_experts, int64_t precision, int64_t save, int64_t max_tokens,
               double clamp_limit, int64_t num_workers, double deadline_s) {
   const Inputs inputs{x, topk_idx, topk_weights, gate_up, down};
-  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group);
+  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group,
+                  [&](const Call& self) { self.require_entries({&dy}); });
 
   std::vector<weft_backward_args> args(call.size());
   call.or_refuse([&] {
-    call.require_entries({&dy});
     require(generation.numel() == static_cast<int64_t>(saved.size()), "generation has ", generation.numel(),
             " entries for ", saved.size(), " of saved: pass both as forward returned them");
     for (const Tensors* list : {&saved, &dx, &dtopk_weights, &dgate_up, &ddown}) {
@@ -275,8 +291,9 @@ void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Ten
         require_tensor(saved[r], "saved", "what forward returned", {call.sizes(r).saved_bytes}, ScalarType::Byte,
                        x[r].device());
         args[r].saved = saved[r].const_data_ptr();
-        args[r].generation = call.rank(r).still_valid(static_cast<uint64_t>(generation.const_data_ptr<int64_t>()[r]));
       }
+      const int64_t tag = saved.empty() ? 0 : generation.const_data_ptr<int64_t>()[r];
+      args[r].generation = call.rank(r).claim_generation(call.place(), static_cast<uint64_t>(tag));
       const ScalarType grad_dtype = !dgate_up.empty() ? dgate_up[r].scalar_type()
                                     : !ddown.empty()  ? ddown[r].scalar_type()
                                                       : x[r].scalar_type();

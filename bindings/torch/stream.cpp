@@ -24,4 +24,20 @@ void* current_stream(const torch::stable::Device& device) {
   return stream;
 }
 
+// Asked of the driver, whose library has one name on every machine.
+uint64_t capture_of(void* stream) {
+  if (stream == nullptr) return 0;  // the legacy stream cannot be captured
+  using Function = int32_t (*)(void* stream, int32_t* status, uint64_t* id, void*, void*, void*);
+  static const auto function = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, "cuStreamGetCaptureInfo_v2"));
+  }();
+  require(function != nullptr, "the CUDA driver does not tell whether a stream is captured: a newer driver is needed");
+  constexpr int32_t kCaptureActive = 1;
+  int32_t status = 0;
+  uint64_t id = 0;
+  const bool told = function(stream, &status, &id, nullptr, nullptr, nullptr) == 0;
+  return told && status == kCaptureActive ? id + 1 : 0;
+}
+
 }  // namespace weft_torch

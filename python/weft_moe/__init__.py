@@ -11,7 +11,7 @@ from . import state_dict
 try:
     from .group import Group, ep_group, virtual_ep_group
     from .layer import MoE
-    from .ops import moe
+    from .ops import check, moe
     from .support import supports
 except ImportError as error:
     if error.name != "weft_torch":
@@ -24,5 +24,14 @@ except ImportError as error:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Group", "MoE", "ep_group", "moe", "state_dict", "supports", "virtual_ep_group"]
+__all__ = [
+    "Group",
+    "MoE",
+    "check",
+    "ep_group",
+    "moe",
+    "state_dict",
+    "supports",
+    "virtual_ep_group",
+]
 __version__ = "0.1.0"

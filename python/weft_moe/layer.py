@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import library
 from .group import LOCAL, Group
-from .ops import moe, tensor_list
+from .ops import moe, refuse, tensor_list
 
 
 class MoE(nn.Module):
@@ -122,7 +122,9 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> topk_idx [T, K] int64, topk_weights [T, K] fp32, largest first."""
-        logits = F.linear(x.to(self.router.weight.dtype), self.router.weight)
+        # In its own dtype under autocast too: a rounded logit sends a token to another expert.
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(self.router.weight.dtype), self.router.weight)
         topk_weights, topk_idx = logits.softmax(-1).topk(self.top_k)
         if self.normalize_topk:
             topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
@@ -130,12 +132,22 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         """x [..., H] -> y of the same shape and dtype; lists with a virtual group. Collective."""
-        xs = tensor_list("x", x, isinstance(x, Tensor))
-        for t in xs:
-            if t.dim() == 0 or t.shape[-1] != self.hidden:
-                raise ValueError(
-                    f"weft: x has shape {list(t.shape)}, must be [..., H] with H = {self.hidden}"
-                )
+        try:
+            xs = tensor_list("x", x, isinstance(x, Tensor))
+            for t in xs:
+                if t.dim() == 0 or t.shape[-1] != self.hidden:
+                    raise ValueError(
+                        f"weft: x has shape {list(t.shape)}, must be [..., H] with H = "
+                        f"{self.hidden}"
+                    )
+            main_grad = self._main_grad()
+        except Exception as error:
+            deadline_s = self.options["deadline_s"]
+            deadline_s = self.group.deadline_s if deadline_s is None else deadline_s
+            tokens = x if isinstance(x, list | tuple) else [x]
+            tokens = [t.flatten(0, -2) for t in tokens if isinstance(t, Tensor) and t.dim() > 1]
+            refuse(self.group, error, deadline_s, tokens)
+            raise
         tokens = [t.reshape(-1, self.hidden) for t in xs]
         routes = [self.route(t) for t in tokens]
         ys = moe(
@@ -147,7 +159,7 @@ class MoE(nn.Module):
             group=self.group,
             num_experts=self.num_experts,
             precision=self.precision,
-            main_grad=self._main_grad(),
+            main_grad=main_grad,
             **self.options,
         )
         ys = [y.view(t.shape) for y, t in zip(ys, xs, strict=True)]

@@ -7,6 +7,7 @@ as lists with one entry a rank, since a virtual group runs several ranks in one 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import library
-from .group import LOCAL, Group, group_of
+from .group import LOCAL, Group, _groups, group_of
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -48,6 +49,9 @@ def moe(
 
     T tokens of this rank (may differ by rank and may be 0), H hidden, I intermediate, K top-k, E
     experts, e = E / EP size local experts; rank r holds experts r * e to (r + 1) * e - 1.
+
+    On CUDA all of it runs in the current stream; calls of a group on several streams must wait for
+    one another. What the device finds wrong is raised by the next call, or by `check`.
 
     Args:
         x: [T, H] bf16; fp32 or fp64 in the precisions of that name. All tensors are contiguous.
@@ -83,25 +87,29 @@ def moe(
             repeated); or a rank did not come within the deadline (the words name it).
     """
     group = LOCAL if group is None else group
-    if activation != "swiglu":
-        raise ValueError(f"weft: activation = {activation!r}: choose 'swiglu'")
-    if clamp_limit is not None and not clamp_limit > 0:
-        raise ValueError(f"weft: clamp_limit = {clamp_limit}: a limit is above 0, None is no limit")
+    deadline_s = group.deadline_s if deadline_s is None else deadline_s
     single = isinstance(x, Tensor)
-    x = tensor_list("x", x, single)
-    topk_idx = tensor_list("topk_idx", topk_idx, single)
-    topk_weights = tensor_list("topk_weights", topk_weights, single)
-    gate_up = tensor_list("gate_up", gate_up, single)
-    down = tensor_list("down", down, single)
-    main_grad_gate_up, main_grad_down = _main_grad_lists(main_grad, single, len(x))
-    # The kernel takes int32; an index beyond its range must stay out of range.
-    topk_idx = [
-        idx.clamp(INT32_MIN, INT32_MAX).to(torch.int32) if idx.dtype == torch.int64 else idx
-        for idx in topk_idx
-    ]
-    save_code = library.code("save", save, library.SAVES)
-    differentiable = (*x, *topk_weights, *gate_up, *down)
-    _refuse_tangents(differentiable)
+    try:
+        if activation != "swiglu":
+            raise ValueError(f"weft: activation = {activation!r}: choose 'swiglu'")
+        if clamp_limit is not None and not clamp_limit > 0:
+            raise ValueError(
+                f"weft: clamp_limit = {clamp_limit}: a limit is above 0, None is no limit"
+            )
+        save_code = library.code("save", save, library.SAVES)
+        precision_code = library.code("precision", precision, library.PRECISIONS)
+        x = tensor_list("x", x, single)
+        topk_idx = tensor_list("topk_idx", topk_idx, single)
+        topk_weights = tensor_list("topk_weights", topk_weights, single)
+        gate_up = tensor_list("gate_up", gate_up, single)
+        down = tensor_list("down", down, single)
+        main_grad_gate_up, main_grad_down = _main_grad_lists(main_grad, single, len(x))
+        topk_idx = [_narrow(idx, group, r, num_experts) for r, idx in enumerate(topk_idx)]
+        differentiable = (*x, *topk_weights, *gate_up, *down)
+        _refuse_tangents(differentiable)
+    except Exception as error:
+        refuse(group, error, deadline_s, x)
+        raise
     training = torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)
     if not training:
         save_code = library.SAVES["inputs"]
@@ -109,12 +117,12 @@ def moe(
     config = (
         group.id,
         num_experts,
-        library.code("precision", precision, library.PRECISIONS),
+        precision_code,
         save_code,
         group.tokens_for(x),
         clamp_limit or 0.0,
         num_sms,
-        group.deadline_s if deadline_s is None else deadline_s,
+        deadline_s,
         library.data_dtype(precision) if grad_dtype is None else grad_dtype,
     )
     if training and save_code == library.SAVES["inputs"] and not torch.compiler.is_compiling():
@@ -122,6 +130,53 @@ def moe(
     else:
         y, _, _ = torch.ops.weft.forward(*inputs, *config)
     return y[0] if single else y
+
+
+def check(group: Group | None = None) -> None:
+    """Raises what a GPU has found wrong in calls that have run so far, such as an index out of
+    range or a stall, which the next call of the layer would raise too: one fault a call of this
+    function, each fault once. Does not wait for the device: synchronise first to ask about all
+    calls made. On the CPU every call raises by itself, and this does nothing.
+
+    Args:
+        group: whose layers to ask; None is every group of this process.
+
+    Raises:
+        ValueError: a router index was out of range; it was taken as masked.
+        RuntimeError: another rank did not come within the deadline; the words name it.
+    """
+    for each in tuple(_groups.values()) if group is None else (group,):
+        torch.ops.weft.check_layers(each.id)
+
+
+def refuse(group: Group, error: Exception, deadline_s: float, x: object = None) -> None:
+    """Tells the other ranks of a group, which wait for this one, why it does not make a call. x is
+    what was to be the tokens of this rank."""
+    if torch.compiler.is_compiling():
+        return
+    tokens = x if isinstance(x, list | tuple) else [x]
+    tokens = [t for t in tokens if isinstance(t, Tensor)] or [torch.empty(0)]
+    with contextlib.suppress(RuntimeError):  # they are gone: `error` is still the thing to say
+        group.tokens_for(tokens)  # in a first call the others may be meeting to agree on the most
+        torch.ops.weft.refuse(group.id, str(error), deadline_s)
+
+
+def _narrow(topk_idx: Tensor, group: Group, rank: int, num_experts: int) -> Tensor:
+    """int64 indices as int32, which the kernel takes; one beyond its range stays out of range."""
+    if topk_idx.dtype != torch.int64:
+        return topk_idx
+    narrow = topk_idx.clamp(INT32_MIN, INT32_MAX).to(torch.int32)
+    # Words with the true value, where they cost no wait for a device.
+    if topk_idx.device.type == "cpu" and topk_idx.dim() == 2 and not torch.compiler.is_compiling():
+        lost = (narrow != topk_idx).nonzero()
+        if len(lost):
+            token, slot = lost[0].tolist()
+            raise ValueError(
+                f"weft: topk_idx of rank {group.ranks[rank]} at token {token}, slot {slot} is "
+                f"{topk_idx[token, slot].item()}; allowed: 0 to {num_experts - 1}, or -1 for a "
+                "masked route"
+            )
+    return narrow
 
 
 def tensor_list(name: str, value: object, single: bool) -> list[Tensor]:
@@ -224,7 +279,9 @@ def _gradients(dy, inputs, saved, generation, main_grad, options, grad_dtype, ne
     """Gradients of x, topk_idx, topk_weights, gate_up and down: lists with one entry a rank, of
     None where `needs` (a bool for each of the differentiable four) says no or main_grad took it."""
     if torch.is_grad_enabled():
-        raise RuntimeError("weft: moe is differentiable once, not twice (create_graph=True)")
+        error = RuntimeError("weft: moe is differentiable once, not twice (create_graph=True)")
+        refuse(group_of(options[0]), error, options[-1])
+        raise error
     x, _, topk_weights, gate_up, down = inputs
 
     def empty_like(tensors, needed, dtype=None):

@@ -33,9 +33,17 @@ namespace {
 
 thread_local std::string last_error;
 
-// Runs the body of an API function; an exception becomes a status and words.
+// What a call of a layer asked for, for the words of an allocation that failed without any of its own.
+std::string asked_for(const weft_config& config) {
+  return words(" (max_tokens ", config.max_tokens, ", hidden ", config.hidden, ", intermediate ", config.intermediate,
+               ", num_experts ", config.num_experts, ", num_workers ", config.num_workers,
+               "); lower max_tokens or num_workers, or leave this process more memory");
+}
+
+// Runs the body of an API function; an exception becomes a status and words. Where the layer is known, `config` is its
+// configuration.
 template <class Body>
-weft_status guarded(Body body) {
+weft_status guarded(Body body, const weft_config* config = nullptr) {
   try {
     last_error.clear();
     body();
@@ -44,7 +52,11 @@ weft_status guarded(Body body) {
     last_error = error.what();
     return error.status();
   } catch (const std::bad_alloc&) {
-    last_error = "out of host memory";
+    try {
+      last_error = "out of host memory";
+      if (config != nullptr) last_error += asked_for(*config);
+    } catch (const std::bad_alloc&) {  // what could be said is said
+    }
     return WEFT_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
     last_error = words("internal error: ", error.what());
@@ -279,11 +291,11 @@ weft_status weft_layer_check(weft_layer* layer) {
 }
 
 weft_status weft_forward(weft_layer* layer, weft_forward_args* args) {
-  return guarded([&] { forward(layer, args); });
+  return guarded([&] { forward(layer, args); }, layer != nullptr ? &layer->config : nullptr);
 }
 
 weft_status weft_backward(weft_layer* layer, weft_backward_args* args) {
-  return guarded([&] { backward(layer, args); });
+  return guarded([&] { backward(layer, args); }, layer != nullptr ? &layer->config : nullptr);
 }
 
 weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s) {

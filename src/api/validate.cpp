@@ -34,6 +34,19 @@ void require_choice(int value, int num_choices, const char* name, const char* al
   require_argument(value >= 0 && value < num_choices, name, " is ", value, "; allowed: ", allowed);
 }
 
+std::string dtype_words(int dtype) {
+  switch (dtype) {
+    case WEFT_DTYPE_FP64:
+      return "fp64";
+    case WEFT_DTYPE_FP32:
+      return "fp32";
+    case WEFT_DTYPE_BF16:
+      return "bf16";
+    default:
+      return words(dtype, ", which is no weft_dtype");
+  }
+}
+
 void require_pointer(const void* pointer, const char* name, const char* shape) {
   require_argument(pointer != nullptr, name, " is NULL; it must point to ", shape);
 }
@@ -180,8 +193,9 @@ void validate_backward(const weft_config& config, const weft_backward_args& args
   const Recipe& recipe = recipe_of(config.precision);
   const int dtype = raw(args.grad_dtype);
   require_argument(dtype == recipe.data_dtype || (dtype == WEFT_DTYPE_FP32 && recipe.data_dtype == WEFT_DTYPE_BF16),
-                   "grad_dtype is ", dtype, "; precision ", recipe.name, " allows ", recipe.data_dtype,
-                   " (its data dtype) or, in the bf16 family, ", WEFT_DTYPE_FP32, " (fp32)");
+                   "grad_dtype is ", dtype_words(dtype), "; precision ", recipe.name, " allows ",
+                   dtype_words(recipe.data_dtype), " (its data dtype)",
+                   recipe.data_dtype == WEFT_DTYPE_BF16 ? " or fp32" : "");
   require_argument(
       args.accumulate == 0 || dtype != WEFT_DTYPE_BF16,
       "accumulate needs gradients in fp32 (fp64 in precision fp64), not in bf16: small steps would be lost");

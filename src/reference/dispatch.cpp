@@ -4,27 +4,31 @@
 namespace weft {
 namespace {
 
+// `staged` null: zeroes.
 template <class Element, class Real>
-void fan_out(const State<Element, Real>& state, const Entry& entry, const Element* staged, Real* pool) {
-  const Plan& plan = state.launch.plan;
+void copy_row(const Plan& plan, const Element* staged, Real* pool, int32_t row) {
   const int64_t hidden = plan.shape.hidden;
-  const Element* source = staged + int64_t{entry.token} * hidden;
-  for (int32_t n = 0; n < entry.num_rows; ++n) {
-    Real* row = pool + plan.physical_row(plan.fan_rows[entry.fan_begin + n]) * hidden;
-    for (int64_t h = 0; h < hidden; ++h) row[h] = convert<Real>(source[h]);
-  }
+  Real* target = pool + plan.physical_row(row) * hidden;
+  for (int64_t h = 0; h < hidden; ++h) target[h] = staged == nullptr ? Real{0} : convert<Real>(staged[h]);
 }
 
 }  // namespace
 
 template <class Element, class Real>
-void pull_entry(const State<Element, Real>& state, const Entry& entry) {
-  const SymmetricData<Element>& owner = state.peers[entry.source];
-  if (state.pull_x) fan_out(state, entry, owner.x, state.workspace.x);
-  if (!state.forward()) fan_out(state, entry, owner.dy, state.workspace.dy);
+void pull_row(const State<Element, Real>& state, int32_t row) {
+  const Plan& plan = state.launch.plan;
+  const RouteRef route = plan.row_route[row];
+  const auto staged = [&](const Element* rows) {
+    return route.token == kPaddingToken ? nullptr : rows + int64_t{route.token} * plan.shape.hidden;
+  };
+  const SymmetricData<Element>& owner = state.peers[route.source];
+  for_each_pulled_row(plan, row, [&](int32_t pulled) {
+    if (state.pull_x) copy_row(plan, staged(owner.x), state.workspace.x, pulled);
+    if (!state.forward()) copy_row(plan, staged(owner.dy), state.workspace.dy, pulled);
+  });
 }
 
-#define INSTANTIATE(Element, Real) template void pull_entry(const State<Element, Real>&, const Entry&);
+#define INSTANTIATE(Element, Real) template void pull_row(const State<Element, Real>&, int32_t);
 WEFT_FOR_EACH_DATA_TYPE(INSTANTIATE)
 #undef INSTANTIATE
 

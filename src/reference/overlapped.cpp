@@ -21,9 +21,7 @@ class DataBodies {
  public:
   explicit DataBodies(const State<Element, Real>& state) : state_(state) {}
 
-  void pull(const TaskOrder& order, int32_t entry_idx, HostMemory&) {
-    pull_entry(state_, order.plan().entries[entry_idx]);
-  }
+  void pull(const TaskOrder&, int32_t row, HostMemory&) { pull_row(state_, row); }
   void combine(const TaskOrder& order, int32_t entry_idx, HostMemory&) {
     combine_entry(state_, order, order.plan().entries[entry_idx]);
   }

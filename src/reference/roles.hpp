@@ -9,9 +9,9 @@
 //           combine         out_ready (no dgrad: mid_ready) of its rows arrived[slot] on the owner
 //           sum tokens      arrived of every rank with a row            (y, dx are complete)
 //           drain           pulls_done of every peer                    (staging may be written again)
-//   matrix  gate_up         rows_ready[block] == valid rows             mid_ready[block] += 1
+//   matrix  gate_up         rows_ready[block] == its rows               mid_ready[block] += 1
 //           down            mid_ready[block] == gate_up tiles           out_ready[block] += 1
-//           down_dgrad      rows_ready[block] == valid rows             mid_ready[block] += 1
+//           down_dgrad      rows_ready[block] == its rows               mid_ready[block] += 1
 //           gate_up_dgrad   mid_ready[block] == down_dgrad tiles        out_ready[block] += 1
 //           wgrads          mid_ready of all blocks of the expert       (the gradient tile is complete)
 //   leader  one worker of the rank: meets the other ranks between passes, clears the bank of the next pass
@@ -79,7 +79,7 @@ struct Launch {
 };
 
 // Bodies provides, with Memory& as its last argument:
-//   pull(order, entry_idx)   combine(order, entry_idx)   sum_token(order, token)   matrix(order, MatrixTask)
+//   pull(order, row)         combine(order, entry_idx)   sum_token(order, token)   matrix(order, MatrixTask)
 // Every body but sum_token may copy asynchronously: the roles fence the proxy before it, behind the gates, and wait for
 // the copies before they raise the flag.
 template <class Memory, class Bodies>
@@ -111,12 +111,12 @@ class Worker {
     for (int32_t pass = 0; pass < num_passes; ++pass) {
       if (!enter_pass(pass, true)) return false;
       const TaskOrder order(launch_.plan, launch_.direction, pass, launch_.num_own_tokens, launch_.work);
-      const int32_t num_pulls = order.num_pull_tasks() + 1;
+      const int32_t num_pulls = order.comm().num_pull_tasks() + 1;
       if (!run_comm_range(order, 0, num_pulls)) return false;
       for (int32_t kind = 0; kind < kNumTaskKinds; ++kind) {
         if (!run_matrix_kind(order, static_cast<TaskKind>(kind))) return false;
       }
-      if (!run_comm_range(order, num_pulls, order.num_comm_tasks())) return false;
+      if (!run_comm_range(order, num_pulls, order.comm().num_tasks())) return false;
       if (!leave_pass(pass, true)) return false;
     }
     return true;
@@ -126,8 +126,8 @@ class Worker {
   bool run_comm(const TaskOrder& order) {
     for (;;) {
       const auto ticket = static_cast<int32_t>(memory_.claim(flags(order).comm_ticket));
-      if (ticket >= order.num_comm_tasks()) return true;
-      if (!run_comm_task(order, order.comm_task(ticket), ticket)) return false;
+      if (ticket >= order.comm().num_tasks()) return true;
+      if (!run_comm_task(order, order.comm().task(ticket), ticket)) return false;
     }
   }
   bool run_matrix(const TaskOrder& order) {
@@ -142,7 +142,7 @@ class Worker {
  private:
   bool run_comm_range(const TaskOrder& order, int32_t begin, int32_t end) {
     for (int32_t ticket = begin; ticket < end; ++ticket) {
-      if (!run_comm_task(order, order.comm_task(ticket), ticket)) return false;
+      if (!run_comm_task(order, order.comm().task(ticket), ticket)) return false;
     }
     return true;
   }
@@ -207,22 +207,31 @@ class Worker {
   bool pull(const TaskOrder& order, const CommTask& task) {
     const Plan& plan = launch_.plan;
     memory_.fence_async_proxy();
-    for (int32_t entry_idx = task.begin; entry_idx < task.end; ++entry_idx) bodies_.pull(order, entry_idx, memory_);
+    for (int32_t row = task.begin; row < task.end; ++row) bodies_.pull(order, row, memory_);
     memory_.wait_copies();
-    for (int32_t entry_idx = task.begin; entry_idx < task.end; ++entry_idx) {
-      const Entry& entry = plan.entries[entry_idx];
-      for (int32_t n = 0; n < entry.num_rows; ++n) {
-        const int32_t block = order.physical_block(plan.fan_rows[entry.fan_begin + n] / kBlockRows);
-        memory_.release_add(&flags(order).rows_ready[block], 1, Scope::kRank);
-      }
+    // Neighbouring rows of one block are announced together.
+    int32_t block = -1;
+    uint32_t num_rows = 0;
+    const auto announce = [&] {
+      if (num_rows > 0) memory_.release_add(&flags(order).rows_ready[block], num_rows, Scope::kRank);
+      num_rows = 0;
+    };
+    for (int32_t row = task.begin; row < task.end; ++row) {
+      for_each_pulled_row(plan, row, [&](int32_t pulled) {
+        const int32_t next = order.physical_block(pulled / kBlockRows);
+        if (next != block) announce();
+        block = next;
+        ++num_rows;
+      });
     }
+    announce();
     memory_.release_add(flags(order).pulled, 1, Scope::kRank);
     return true;
   }
 
   bool announce_pulls_done(const TaskOrder& order, int32_t ticket) {
     const WaitSite site{wait_task(CommTaskKind::kPullsDone), ticket, FlagKind::kPulled, -1, -1};
-    if (!gate_.wait(flags(order).pulled, static_cast<uint32_t>(order.num_pull_tasks()), Scope::kRank, site)) {
+    if (!gate_.wait(flags(order).pulled, static_cast<uint32_t>(order.comm().num_pull_tasks()), Scope::kRank, site)) {
       return false;
     }
     for (int32_t peer = 0; peer < launch_.num_ranks(); ++peer) {
@@ -300,8 +309,7 @@ class Worker {
       case TaskKind::kGateUp:
       case TaskKind::kDownDgrad: {
         const int32_t block = order.physical_block(task.m_tile);
-        const auto rows = static_cast<uint32_t>(order.valid_rows(task.local_expert, task.m_tile));
-        return gate_.wait(&flags(order).rows_ready[block], rows, Scope::kRank,
+        return gate_.wait(&flags(order).rows_ready[block], uint32_t{kBlockRows}, Scope::kRank,
                           {wait_task(task.kind), ticket, FlagKind::kRowsReady, block, -1});
       }
       case TaskKind::kDown:

@@ -6,9 +6,9 @@
 
 namespace weft {
 
-// dispatch.cpp: one entry's row, from its owner's staging to each of its pool rows. Backward pulls dy, and x if asked.
+// dispatch.cpp: what a pull brings at one pool row, from its owner's staging. Backward pulls dy, and x if asked.
 template <class Element, class Real>
-void pull_entry(const State<Element, Real>& state, const Entry& entry);
+void pull_row(const State<Element, Real>& state, int32_t row);
 
 // gate_up.cpp: z = x W^T and SwiGLU; dx = dz W; dW = dz^T x.
 template <class Element, class Real>

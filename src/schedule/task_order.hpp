@@ -12,9 +12,9 @@
 //   backward   down_dgrad(0) | down_dgrad(1) down_wgrad(0) | down_dgrad(2) down_wgrad(1) gate_up_dgrad(0)
 //              gate_up_wgrad(0) | ... | gate_up_wgrad(last third)
 //
-// Communication tasks, claimed by a second ticket counter: pulls, the note that the pulls are done, combines in the
-// order in which entries complete, sums of this rank's own tokens, and last the wait until every peer has read this
-// rank's rows.
+// Communication tasks, claimed by a second ticket counter: pulls in the order of pool rows, the note that the pulls are
+// done, combines in the order in which entries complete, sums of this rank's own tokens, and last the wait until every
+// peer has read this rank's rows.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ namespace weft {
 
 enum class Direction : int32_t { kForward, kBackward };
 
-enum class TaskKind : int32_t {
+enum class TaskKind : int16_t {
   kGateUp,       // F1: z = x W_gate_up^T, then SwiGLU
   kDown,         // F2: o = a' W_down^T
   kDownDgrad,    // B1: u' = dy W_down, then the SwiGLU derivative and the router-gradient partials
@@ -39,8 +39,16 @@ WEFT_HD constexpr bool is_wgrad(TaskKind kind) {
   return kind == TaskKind::kDownWgrad || kind == TaskKind::kGateUpWgrad;
 }
 
+// A task may be a pair of neighbouring tiles, for two CTAs of a cluster that share an operand.
+enum class TilePair : int16_t {
+  kNone,  // the tile (m_tile, n_tile) alone
+  kRows,  // and (m_tile + 1, n_tile): the same weight
+  kCols,  // and (m_tile, n_tile + 1): the same rows
+};
+
 struct MatrixTask {
   TaskKind kind;
+  TilePair pair;
   int32_t local_expert;
   int32_t
       m_tile;  // wgrad: tile of the rows of the weight (gate_up: those of gate, then those of up); else virtual block
@@ -51,8 +59,45 @@ enum class CommTaskKind : int32_t { kPull, kPullsDone, kCombine, kSumTokens, kDr
 
 struct CommTask {
   CommTaskKind kind;
-  int32_t begin;  // kPull: entries; kCombine: positions of combine_order; kSumTokens: own tokens
+  int32_t begin;  // kPull: pool rows; kCombine: positions of combine_order; kSumTokens: own tokens
   int32_t end;
+};
+
+// The communication tasks of one pass, in ticket order.
+struct CommOrder {
+  static constexpr int32_t kCombineBatch = 2;  // entries
+  static constexpr int32_t kSumBatch = 8;      // tokens
+
+  int32_t pull_rows;
+  int32_t first_row;
+  int32_t num_rows;  // whole blocks
+  int32_t first_entry;
+  int32_t num_entries;
+  int32_t num_own_tokens;
+  bool combine;
+
+  WEFT_HD int32_t num_pull_tasks() const { return ceil_div(num_rows, pull_rows); }
+  WEFT_HD int32_t num_combine_tasks() const { return combine ? ceil_div(num_entries, kCombineBatch) : 0; }
+  WEFT_HD int32_t num_sum_tasks() const { return combine ? ceil_div(num_own_tokens, kSumBatch) : 0; }
+  WEFT_HD int32_t num_tasks() const { return num_pull_tasks() + 1 + num_combine_tasks() + num_sum_tasks() + 1; }
+
+  WEFT_HD CommTask task(int32_t ticket) const {
+    if (ticket < num_pull_tasks()) return batch(CommTaskKind::kPull, ticket, pull_rows, first_row, num_rows);
+    ticket -= num_pull_tasks();
+    if (ticket == 0) return {CommTaskKind::kPullsDone, 0, 0};
+    ticket -= 1;
+    if (ticket < num_combine_tasks()) {
+      return batch(CommTaskKind::kCombine, ticket, kCombineBatch, first_entry, num_entries);
+    }
+    ticket -= num_combine_tasks();
+    if (ticket < num_sum_tasks()) return batch(CommTaskKind::kSumTokens, ticket, kSumBatch, 0, num_own_tokens);
+    return {CommTaskKind::kDrain, 0, 0};
+  }
+
+ private:
+  WEFT_HD static CommTask batch(CommTaskKind kind, int32_t index, int32_t size, int32_t first, int32_t count) {
+    return {kind, first + index * size, first + min_of((index + 1) * size, count)};
+  }
 };
 
 struct BlockRange {  // virtual pool blocks
@@ -61,11 +106,15 @@ struct BlockRange {  // virtual pool blocks
   WEFT_HD int32_t size() const { return max_of(0, end - begin); }
 };
 
-// Columns of a tile of each kind; rows are kBlockRows always.
+// How work is cut: columns of a tile of each kind (rows are kBlockRows always); whether a task is two tiles where it
+// can be; pool rows of a pull.
 struct Tiling {
   int32_t cols[kNumTaskKinds];
+  bool pairs;
+  int32_t pull_rows;
 };
-inline constexpr Tiling kReferenceTiling{{kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}};
+inline constexpr Tiling kReferenceTiling{
+    {kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}, false, kBlockRows};
 
 // Which results the call has to bring. Ranks agree on `combine`; the weight gradients are each rank's own affair.
 struct Work {
@@ -76,6 +125,32 @@ struct Work {
 };
 inline constexpr Work kForwardWork{true, false, false, false};
 
+WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_own_tokens, bool combine,
+                                    int32_t pull_rows) {
+  const int32_t begin_block = pass * plan.shape.capacity_blocks;
+  const int32_t end_block = min_of(plan.num_blocks(), begin_block + plan.shape.capacity_blocks);
+  const int32_t first_entry = plan.pass_entry_begin[pass];
+  return {pull_rows,
+          begin_block * kBlockRows,
+          max_of(0, end_block - begin_block) * kBlockRows,
+          first_entry,
+          plan.pass_entry_begin[pass + 1] - first_entry,
+          static_cast<int32_t>(num_own_tokens),
+          combine};
+}
+
+// The rows that a pull brings when it comes to pool row `row`, so that early blocks are soon complete and yet no row
+// crosses twice: a row of an own token alone, copied from where the token lies; with the first row of a peer's entry
+// all rows of the entry; with any other row of it none; a padding row, which is zeroed. each(row), in order.
+template <class Each>
+WEFT_HD void for_each_pulled_row(const Plan& plan, int32_t row, Each each) {
+  const RouteRef route = plan.row_route[row];
+  if (route.token == kPaddingToken || route.source == plan.shape.ep_rank) return each(row);
+  const Entry& entry = plan.entries[plan.row_entry[row]];
+  if (plan.fan_rows[entry.fan_begin] != row) return;
+  for (int32_t n = 0; n < entry.num_rows; ++n) each(plan.fan_rows[entry.fan_begin + n]);
+}
+
 // Valid rows of one virtual pool block of an expert.
 WEFT_HD inline int32_t valid_rows_of_block(const Plan& plan, int32_t local_expert, int32_t block) {
   const int32_t rows_before = (block - plan.expert_block_begin[local_expert]) * kBlockRows;
@@ -85,7 +160,6 @@ WEFT_HD inline int32_t valid_rows_of_block(const Plan& plan, int32_t local_exper
 class TaskOrder {
  public:
   static constexpr int32_t kExpertGroup = 4;  // experts a group
-  static constexpr int32_t kBatch = 16;       // entries or tokens a communication task
 
   WEFT_HD TaskOrder(const Plan& plan, Direction direction, int32_t pass, int64_t num_own_tokens, const Work& work,
                     const Tiling& tiling = kReferenceTiling)
@@ -135,26 +209,7 @@ class TaskOrder {
     return tasks;
   }
 
-  WEFT_HD int32_t num_entries() const { return plan_.pass_entry_begin[pass_ + 1] - plan_.pass_entry_begin[pass_]; }
-  WEFT_HD int32_t num_pull_tasks() const { return ceil_div(num_entries(), kBatch); }
-  WEFT_HD int32_t num_combine_tasks() const { return work_.combine ? ceil_div(num_entries(), kBatch) : 0; }
-  WEFT_HD int32_t num_sum_tasks() const {
-    return work_.combine ? ceil_div(static_cast<int32_t>(num_own_tokens_), kBatch) : 0;
-  }
-  WEFT_HD int32_t num_comm_tasks() const { return num_pull_tasks() + 1 + num_combine_tasks() + num_sum_tasks() + 1; }
-  WEFT_HD CommTask comm_task(int32_t ticket) const {
-    const int32_t first_entry = plan_.pass_entry_begin[pass_];
-    if (ticket < num_pull_tasks()) return batch(CommTaskKind::kPull, ticket, first_entry, num_entries());
-    ticket -= num_pull_tasks();
-    if (ticket == 0) return {CommTaskKind::kPullsDone, 0, 0};
-    ticket -= 1;
-    if (ticket < num_combine_tasks()) return batch(CommTaskKind::kCombine, ticket, first_entry, num_entries());
-    ticket -= num_combine_tasks();
-    if (ticket < num_sum_tasks()) {
-      return batch(CommTaskKind::kSumTokens, ticket, 0, static_cast<int32_t>(num_own_tokens_));
-    }
-    return {CommTaskKind::kDrain, 0, 0};
-  }
+  WEFT_HD CommOrder comm() const { return comm_order(plan_, pass_, num_own_tokens_, work_.combine, tiling_.pull_rows); }
 
   // The expert's blocks in this pass.
   WEFT_HD BlockRange blocks(int32_t local_expert) const {
@@ -260,28 +315,38 @@ class TaskOrder {
   }
   WEFT_HD int32_t tasks_of(const Stage& stage) const {
     if (stage.group < 0 || stage.group >= num_groups_ || !wanted(stage.kind)) return 0;
-    int32_t m_tiles = 0;
+    int32_t tasks = 0;
     const BlockRange experts = experts_of(stage.group);
-    for (int32_t expert = experts.begin; expert < experts.end; ++expert) m_tiles += num_m_tiles(stage.kind, expert);
-    return m_tiles * num_n_tiles(stage.kind);
+    const int32_t n_tiles = num_n_tiles(stage.kind);
+    for (int32_t expert = experts.begin; expert < experts.end; ++expert) {
+      tasks += tasks_of_grid(num_m_tiles(stage.kind, expert), n_tiles);
+    }
+    return tasks;
+  }
+  // Pairs go down the rows; an odd last row of tiles is paired along it.
+  WEFT_HD int32_t tasks_of_grid(int32_t m_tiles, int32_t n_tiles) const {
+    return tiling_.pairs ? m_tiles / 2 * n_tiles + m_tiles % 2 * ceil_div(n_tiles, 2) : m_tiles * n_tiles;
   }
   // m runs fastest inside an expert: neighbours in the order share the weight tile.
   WEFT_HD MatrixTask task_in_stage(const Stage& stage, int32_t index) const {
+    const int32_t n_tiles = num_n_tiles(stage.kind);
     for (int32_t expert = experts_of(stage.group).begin;; ++expert) {
       const int32_t m_tiles = num_m_tiles(stage.kind, expert);
-      const int32_t tasks = m_tiles * num_n_tiles(stage.kind);
+      const int32_t tasks = tasks_of_grid(m_tiles, n_tiles);
       if (index < tasks) {
         const int32_t first = is_wgrad(stage.kind) ? 0 : blocks(expert).begin;
-        const int32_t n_tile = index / m_tiles;
-        return {stage.kind, expert, first + index - n_tile * m_tiles, n_tile};
+        if (!tiling_.pairs) return {stage.kind, TilePair::kNone, expert, first + index % m_tiles, index / m_tiles};
+        const int32_t m_pairs = m_tiles / 2;
+        if (index < m_pairs * n_tiles) {
+          return {stage.kind, TilePair::kRows, expert, first + index % m_pairs * 2, index / m_pairs};
+        }
+        const int32_t n_tile = (index - m_pairs * n_tiles) * 2;
+        const TilePair pair = n_tile + 1 < n_tiles ? TilePair::kCols : TilePair::kNone;
+        return {stage.kind, pair, expert, first + m_tiles - 1, n_tile};
       }
       index -= tasks;
     }
   }
-  WEFT_HD static CommTask batch(CommTaskKind kind, int32_t index, int32_t first, int32_t count) {
-    return {kind, first + index * kBatch, first + min_of((index + 1) * kBatch, count)};
-  }
-
   Plan plan_;
   Direction direction_;
   int32_t pass_;

@@ -198,7 +198,10 @@ TEST(Backward, RefusesBadArgumentsInWords) {
   expect_words([](weft_backward_args& a) { a.dy = nullptr; }, "dy is NULL");
   expect_words([](weft_backward_args& a) { a.want_dx = 1; }, "dx is NULL");
   expect_words([](weft_backward_args& a) { a.accumulate = 1; }, "accumulate needs gradients in fp32");
-  expect_words([](weft_backward_args& a) { a.grad_dtype = WEFT_DTYPE_FP64; }, "grad_dtype is 0; precision bf16 allows");
+  expect_words([](weft_backward_args& a) { a.grad_dtype = WEFT_DTYPE_FP64; },
+               "grad_dtype is fp64; precision bf16 allows bf16 (its data dtype) or fp32");
+  expect_words([](weft_backward_args& a) { a.grad_dtype = static_cast<weft_dtype>(3); },
+               "grad_dtype is 3, which is no weft_dtype");
   expect_words([](weft_backward_args& a) { a.dgate = a.ddown; }, "gate and up gradients must come as");
 }
 
@@ -330,13 +333,13 @@ TEST(DataDtype, OfNoPrecisionIsAnErrorInWords) {
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space of their own
-// Leaves this process room for some thread stacks, but not for a thousand.
-void limit_address_space() {
+// Leaves this process `spare_bytes` of address space to grow by.
+void limit_address_space(int64_t spare_bytes) {
   int64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
   rlimit limit{};
   ::getrlimit(RLIMIT_AS, &limit);
-  limit.rlim_cur = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + (int64_t{256} << 20));
+  limit.rlim_cur = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + spare_bytes);
   ::setrlimit(RLIMIT_AS, &limit);
 }
 
@@ -347,13 +350,36 @@ TEST(OverlappedDeathTest, WithoutThreadsItSaysSoInWordsAndTheProcessLives) {
   config.num_workers = 1024;
   Call call(config, ranks.create(config)[0]);
   const auto run_short_of_threads = [&] {
-    limit_address_space();
+    limit_address_space(int64_t{256} << 20);  // for some thread stacks, but not for a thousand
     const weft_status status = call.run();
     std::fputs(weft_last_error(), stderr);
     std::exit(status);
   };
   EXPECT_EXIT(run_short_of_threads(), ::testing::ExitedWithCode(WEFT_OUT_OF_MEMORY),
               "cannot start matrix worker [0-9]+ of 1024: .*; lower num_workers");
+}
+
+TEST(ForwardDeathTest, WithoutMemoryItSaysWhatWasAskedFor) {
+  Ranks ranks(1);
+  weft_config config = good_config();
+  config.precision = WEFT_PRECISION_FP64;
+  config.hidden = 4096;
+  config.max_tokens = 1024;
+  Call call(config, ranks.create(config)[0]);
+  const auto run_short_of_memory = [&] {
+    std::vector<std::unique_ptr<char[]>> taken;  // what the heap holds already
+    taken.reserve(size_t{1} << 20);
+    limit_address_space(0);
+    for (size_t bytes = size_t{1} << 24; bytes >= 4096; bytes /= 2) {
+      while (char* block = new (std::nothrow) char[bytes]) taken.emplace_back(block);
+    }
+    const weft_status status = call.run();
+    taken.clear();
+    std::fputs(weft_last_error(), stderr);
+    std::exit(status);
+  };
+  EXPECT_EXIT(run_short_of_memory(), ::testing::ExitedWithCode(WEFT_OUT_OF_MEMORY),
+              "out of host memory .max_tokens 1024, hidden 4096, intermediate 64, .*; lower max_tokens or num_workers");
 }
 #endif
 

@@ -1,7 +1,9 @@
 """The machine under the GPU tests: torch sees the device, and its products are right."""
 
+import problem as layers
 import pytest
 import torch
+from weft_moe.train.dispatch import MoeLayer, make_dispatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 
@@ -44,3 +46,19 @@ def test_unfused_layer_agrees_with_fp64() -> None:
     # bf16 roundings of z, a', the expert's row and y: a few units of 2^-9 in the norm.
     error = (y.double() - exact).norm() / exact.norm()
     assert error < 4 * 2.0**-9, f"relative error {error.item():.2e}"
+
+
+@pytest.mark.parametrize("route", [None, layers.masked])
+def test_gradients_of_the_unfused_layer_agree_with_fp64_and_repeat(route) -> None:
+    problem = layers.Problem(num_tokens=700, route=route)
+    layer = MoeLayer(problem.num_experts, 256, 128, "bf16", None, torch.device("cuda"))
+    dispatch = make_dispatch("torch", layer)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        x, topk_weights, gate_up, down = leaves = problem.leaves()
+        dispatch(x, problem.topk_idx, topk_weights, gate_up, down).backward(problem.dy)
+        return dict(zip(layers.GRADIENTS, (leaf.grad for leaf in leaves), strict=True))
+
+    grads = gradients()
+    problem.assert_close(grads)
+    layers.assert_same_bits(gradients(), grads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 weft = pytest.importorskip("weft_moe", exc_type=ImportError)
@@ -15,102 +14,7 @@ _reason = (
 )
 pytestmark = pytest.mark.skipif(bool(_reason), reason=_reason)
 
-DEVICE = torch.device("cuda")
-
-
-class Problem:
-    """Random inputs; `route(scores, top_k)` chooses the indices."""
-
-    def __init__(
-        self,
-        num_tokens=300,
-        hidden=256,
-        intermediate=128,
-        num_experts=8,
-        top_k=2,
-        route=None,
-        seed=0,
-    ):
-        g = torch.Generator(DEVICE).manual_seed(seed)
-
-        def normal(*size, std=1.0):
-            return torch.randn(size, generator=g, device=DEVICE).mul(std).bfloat16()
-
-        self.num_experts = num_experts
-        self.x = normal(num_tokens, hidden)
-        self.gate_up = normal(num_experts, 2 * intermediate, hidden, std=hidden**-0.5)
-        self.down = normal(num_experts, hidden, intermediate, std=intermediate**-0.5)
-        scores = torch.rand(num_tokens, num_experts, generator=g, device=DEVICE)
-        self.topk_idx = scores.topk(top_k).indices if route is None else route(scores, top_k)
-        self.topk_weights = torch.rand(num_tokens, top_k, generator=g, device=DEVICE) + 0.1
-
-    def run(self, **options) -> Tensor:
-        with torch.no_grad():
-            return weft.moe(
-                self.x, self.topk_idx, self.topk_weights, self.gate_up, self.down,
-                num_experts=self.num_experts, **options,
-            )  # fmt: skip
-
-    def dense(self, dtype: torch.dtype, clamp_limit: float | None = None) -> Tensor:
-        """Each expert's tokens through plain products in `dtype`; bf16 is the unfused layer."""
-        x, w1, w2 = (t.to(dtype) for t in (self.x, self.gate_up, self.down))
-        y = torch.zeros(self.x.shape, device=DEVICE, dtype=torch.float64)
-        for expert in self.topk_idx[self.topk_idx >= 0].unique().tolist():
-            token, slot = (self.topk_idx == expert).nonzero(as_tuple=True)
-            gate, up = (x[token] @ w1[expert].T).chunk(2, dim=-1)
-            if clamp_limit is not None:
-                gate, up = gate.clamp(max=clamp_limit), up.clamp(-clamp_limit, clamp_limit)
-            rows = (F.silu(gate) * up) @ w2[expert].T
-            weights = self.topk_weights[token, slot, None].double()
-            y.index_add_(0, token, rows.double() * weights)
-        return y
-
-    def check(self, **options) -> Tensor:
-        """Error against fp64 at most twice that of the same layer in unfused bf16 products."""
-        y = self.run(**options)
-        clamp_limit = options.get("clamp_limit")
-        exact = self.dense(torch.float64, clamp_limit)
-        allowed = 2 * (self.dense(torch.bfloat16, clamp_limit).bfloat16().double() - exact).norm()
-        assert torch.isfinite(y).all()
-        assert (y.double() - exact).norm() <= allowed
-        return y
-
-
-def _masked(scores: Tensor, top_k: int) -> Tensor:
-    idx = scores.topk(top_k).indices
-    idx[scores[:, :top_k] < 0.1] = -1
-    idx[:3] = -1
-    return idx
-
-
-def _repeated(scores: Tensor, top_k: int) -> Tensor:
-    idx = scores.topk(top_k).indices
-    idx[::2, 1] = idx[::2, 0]
-    return idx
-
-
-def _skewed(scores: Tensor, top_k: int) -> Tensor:
-    return torch.full_like(scores[:, :top_k], 5, dtype=torch.int64)
-
-
-ROUTES = {"masked": _masked, "repeated": _repeated, "all_to_one_expert": _skewed}
-
-SHAPES = {
-    "small": dict(),
-    "one_token": dict(num_tokens=1),
-    "one_expert": dict(num_experts=1, top_k=1),
-    "top_1": dict(top_k=1),
-    "top_16": dict(num_tokens=500, num_experts=64, top_k=16),
-    "hidden_64": dict(hidden=64, intermediate=64),
-    "intermediate_not_128": dict(intermediate=192),
-    "hidden_not_256": dict(hidden=2880, intermediate=2880, num_experts=4, num_tokens=200),
-    "experts_60": dict(num_tokens=700, num_experts=60, top_k=6),
-    "experts_512": dict(num_tokens=900, num_experts=512, top_k=8),
-    "intermediate_1408": dict(
-        num_tokens=400, hidden=2048, intermediate=1408, num_experts=16, top_k=6
-    ),
-    "shape_30b": dict(num_tokens=2048, hidden=2048, intermediate=768, num_experts=128, top_k=8),
-}
+from problem import DEVICE, ROUTES, SHAPES, Problem, masked  # noqa: E402 - it needs weft_moe
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -132,7 +36,7 @@ def test_no_tokens() -> None:
 
 
 def test_masked_tokens_are_exactly_zero_and_may_hold_nan() -> None:
-    problem = Problem(num_tokens=300, route=_masked)
+    problem = Problem(num_tokens=300, route=masked)
     clean = problem.run()
     problem.x[:3] = float("nan")
     y = problem.run()
@@ -155,7 +59,7 @@ def test_runs_are_bitwise_equal_on_few_sms_on_many_and_on_another_stream() -> No
 
 def test_saves_z_for_a_backward() -> None:
     """With save = "gate_up" the forward keeps z of every row: routed rows of the plan, rounded once."""
-    problem = Problem(num_tokens=257, route=_masked)
+    problem = Problem(num_tokens=257, route=masked)
     expected = problem.run()
     x = problem.x.requires_grad_()
     y = weft.moe(
@@ -174,7 +78,7 @@ def test_saves_z_for_a_backward() -> None:
 
 
 def test_a_captured_graph_replays_with_new_routing_and_new_values() -> None:
-    problem, other = Problem(num_tokens=400, seed=1), Problem(num_tokens=400, seed=2, route=_masked)
+    problem, other = Problem(num_tokens=400, seed=1), Problem(num_tokens=400, seed=2, route=masked)
     expected = [problem.run(), other.run()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -185,6 +89,18 @@ def test_a_captured_graph_replays_with_new_routing_and_new_values() -> None:
         getattr(problem, name).copy_(getattr(other, name))
     graph.replay()
     assert torch.equal(y, expected[1])
+
+
+@pytest.mark.skipif(bool(weft.supports(hidden=256, intermediate=128)), reason="no CPU backend")
+def test_calls_on_the_cpu_between_calls_on_the_gpu() -> None:
+    """Both use the group of this process, and each needs memory of its own device."""
+    problem = Problem(num_tokens=100)
+    on_cpu = [t.cpu() for t in (problem.x, problem.topk_idx, problem.topk_weights)]
+    on_cpu += [problem.gate_up.cpu(), problem.down.cpu()]
+    expected = weft.moe(*on_cpu, num_experts=problem.num_experts)
+    y = problem.check()
+    assert torch.equal(weft.moe(*on_cpu, num_experts=problem.num_experts), expected)
+    assert torch.equal(problem.run(), y)
 
 
 def test_a_kernel_that_holds_sms_does_not_stop_the_call() -> None:
@@ -208,6 +124,11 @@ def test_an_index_out_of_range_is_told_by_the_next_call_and_the_layer_stays_usab
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match=r"rank 0 at token 7, slot 1 is 8; allowed: 0 to 7"):
         problem.run()
+    problem.run()
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"rank 0 at token 7, slot 1 is 8; allowed: 0 to 7"):
+        weft.check()
+    weft.check()  # a fault is told once
     problem.topk_idx[7, 1] = good
     assert torch.equal(problem.run(), expected)
 

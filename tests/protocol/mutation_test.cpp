@@ -97,7 +97,7 @@ std::vector<Mutation> mutations() {
       {"no wait for entry", {F::kSkippedWait, K::kEntry}, kOnePass, kRace},
       {"no drain: staging written over", {F::kSkippedWait, K::kPullsDone}, kOnlyWgrads, kRace},
       {"no wait for arrived", {F::kSkippedWait, K::kArrived}, kOnePass, kWrong},
-      {"no wait for rows_ready", {F::kSkippedWait, K::kRowsReady, 2}, kOnePass, kRace},
+      {"no wait for rows_ready", {F::kSkippedWait, K::kRowsReady, kBlockRows}, kOnePass, kRace},
       {"no wait for mid_ready", {F::kSkippedWait, K::kMidReady, 1}, kTwoMatrixWorkers, kRace},
       {"no wait for out_ready", {F::kSkippedWait, K::kOutReady, 1}, kOnePass, kRace},
       {"pulls_done announced without waiting", {F::kSkippedWait, K::kPulled, 1}, kOnlyWgradsTwoComm, kRace},

@@ -41,16 +41,17 @@ class ToyBodies {
   }
 
   template <class Memory>
-  void pull(const TaskOrder& order, int32_t entry_idx, Memory& memory) {
+  void pull(const TaskOrder& order, int32_t row, Memory& memory) {
     memory.read(own_.plan);
     const Plan& plan = order.plan();
-    const Entry& entry = plan.entries[entry_idx];
-    const RankCells& owner = ranks_[static_cast<size_t>(entry.source)];
-    for (int32_t n = 0; n < entry.num_rows; ++n) {
-      const auto row = static_cast<int32_t>(plan.physical_row(plan.fan_rows[entry.fan_begin + n]));
-      fetch(memory, own_.pool_x + row, owner.x + entry.token);
-      if (!forward_) fetch(memory, own_.pool_dy + row, owner.dy + entry.token);
-    }
+    const RouteRef route = plan.row_route[row];
+    if (route.token == kPaddingToken) return;  // nothing is made from padding
+    const RankCells& owner = ranks_[static_cast<size_t>(route.source)];
+    for_each_pulled_row(plan, row, [&](int32_t pulled) {
+      const auto target = static_cast<int32_t>(plan.physical_row(pulled));
+      fetch(memory, own_.pool_x + target, owner.x + route.token);
+      if (!forward_) fetch(memory, own_.pool_dy + target, owner.dy + route.token);
+    });
   }
 
   template <class Memory>

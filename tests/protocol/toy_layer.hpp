@@ -314,8 +314,8 @@ class ToyLayer {
         const Launch launch = launch_of(n, rank);
         const TaskOrder order(launch.plan, launch.direction, pass, launch.num_own_tokens, launch.work);
         ToyBodies bodies = bodies_of(launch);
-        for (int32_t ticket = 0; ticket < order.num_comm_tasks(); ++ticket) {
-          const CommTask task = order.comm_task(ticket);
+        for (int32_t ticket = 0; ticket < order.comm().num_tasks(); ++ticket) {
+          const CommTask task = order.comm().task(ticket);
           for (int32_t item = task.begin; task.kind == kind && item < task.end; ++item) {
             if (kind == CommTaskKind::kPull) bodies.pull(order, item, memory);
             if (kind == CommTaskKind::kCombine) bodies.combine(order, launch.plan.combine_order[item], memory);

@@ -162,13 +162,12 @@ def test_words(changes, words):
     assert words in refusal(**changes)
 
 
-@pytest.mark.parametrize("index", [E, E + 2**32, -2, 2**31])
+@pytest.mark.parametrize("index", [E, E + 2**32, -2, 2**31, -(2**40)])
 def test_index_out_of_range_names_token_and_slot(index):
     topk_idx = torch.zeros(T, K, dtype=torch.int64)
     topk_idx[3, 1] = index
     words = refusal(topk_idx=topk_idx)
-    shown = min(max(index, -(2**31)), 2**31 - 1)
-    assert f"topk_idx of rank 0 at token 3, slot 1 is {shown}; allowed: 0 to 3, or -1" in words
+    assert f"topk_idx of rank 0 at token 3, slot 1 is {index}; allowed: 0 to 3, or -1" in words
 
 
 def test_experts_that_the_ranks_cannot_share():
@@ -280,7 +279,7 @@ def _one_rank_is_wrong(rank, cases):
         try:
             weft.moe(**arguments(local_experts=E // 2, group=group, **changes))
             said.append(None)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             said.append((type(error), str(error)))
     return said
 
@@ -292,6 +291,13 @@ def test_one_wrong_rank_is_heard_by_the_others():
         "x has dtype torch.float32": {"x": torch.randn(T, HIDDEN)},
         "x has strides": {"x": torch.randn(HIDDEN, T).bfloat16().t()},
         "deadline_s is nan": {"deadline_s": float("nan")},
+        # Found in Python, before the op.
+        "x is a NoneType": {"x": None},
+        "save = 'z': choose one of": {"save": "z"},
+        "main_grad is a tuple of 1": {"main_grad": (torch.zeros(1),)},
+        "topk_idx of rank 1 at token 0, slot 0 is 1099511627776": {
+            "topk_idx": torch.full((T, K), 2**40)
+        },
         "down has shape": {"down": torch.zeros(1, HIDDEN, INTERMEDIATE).bfloat16()},
         "x has 6 tokens, the group was made for 5": {
             "x": torch.randn(T + 1, HIDDEN).bfloat16(),
@@ -302,8 +308,57 @@ def test_one_wrong_rank_is_heard_by_the_others():
     good, wrong = run_ranks(_one_rank_is_wrong, 2, [*cases.values(), {}])
     assert good[-1] is wrong[-1] is None
     for words, heard, said in zip(cases, good, wrong, strict=False):
-        assert said[0] is ValueError and words in said[1]
+        assert said[0] in (ValueError, TypeError) and words in said[1]
         assert heard[0] is RuntimeError and "rank 1 refused" in heard[1] and words in heard[1]
+
+
+def _one_module_is_wrong(rank):
+    """Rank 1 refuses before the op: in a first call, in which the ranks agree on max_tokens, in a
+    module, and in a backward. Nobody waits, and the group stays usable."""
+    group = weft.ep_group(dist.group.WORLD, deadline_s=20.0)
+    layer = weft.MoE(HIDDEN, INTERMEDIATE, E, K, group=group)
+    heard = []
+    for width in (HIDDEN + rank, HIDDEN, HIDDEN + rank):
+        try:
+            y = layer(torch.randn(T, width).bfloat16())
+            torch.autograd.grad(y.sum(), layer.down, create_graph=rank == 1)
+        except (ValueError, RuntimeError) as error:
+            heard.append(str(error))
+    assert group.max_tokens == 128
+    assert layer(torch.randn(T, HIDDEN).bfloat16()).shape == (T, HIDDEN)
+    return heard
+
+
+def test_a_refusal_of_a_module_or_of_a_backward_is_heard_by_the_others():
+    good, wrong = run_ranks(_one_module_is_wrong, 2)
+    words = ["x has shape [5, 65]", "differentiable once, not twice", "x has shape [5, 65]"]
+    for text, heard, said in zip(words, good, wrong, strict=True):
+        assert text in said
+        assert "rank 1 refused" in heard and text in heard
+
+
+def _peers_are_away(rank, cases):
+    group = weft.ep_group(dist.group.WORLD, max_tokens=T, deadline_s=1.0)
+    said = []
+    for changes in cases if rank == 1 else []:
+        with pytest.raises(ValueError) as caught:
+            weft.moe(**arguments(local_experts=E // 2, group=group, **changes))
+        said.append(str(caught.value))
+    dist.barrier()
+    return said
+
+
+def test_a_first_call_that_is_wrong_says_so_though_the_peers_are_away():
+    cases = {
+        "x has dtype torch.float32": {"x": torch.randn(T, HIDDEN)},
+        "down has shape": {"down": torch.zeros(1, HIDDEN, INTERMEDIATE).bfloat16()},
+        "main_grad[0] has shape": {"main_grad": (torch.zeros(1), torch.zeros(1))},
+        "hidden is 32": sized(32, INTERMEDIATE),
+        "num_experts is 3": {"num_experts": 3},
+    }
+    _, said = run_ranks(_peers_are_away, 2, list(cases.values()))
+    for words, text in zip(cases, said, strict=True):
+        assert words in text
 
 
 def test_an_index_out_of_range_is_named_by_all_ranks():

@@ -128,6 +128,15 @@ def test_module_is_router_and_experts():
     torch.testing.assert_close(layer(x), expected.view(2, 7, 16))
 
 
+def test_routes_are_the_same_under_autocast():
+    torch.manual_seed(0)
+    layer = weft.MoE(64, 64, 16, 2)
+    x = torch.randn(40, 64).bfloat16()
+    expected = layer.route(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(layer.route(x), expected, strict=True))
+
+
 def test_module_on_virtual_ranks_equals_module_on_one():
     torch.manual_seed(0)
     one = weft.MoE(16, 24, 8, 2, precision="fp64")

@@ -24,7 +24,7 @@ using cases::Routing;
 
 constexpr int64_t kHidden = 384;
 constexpr int64_t kIntermediate = 256;
-constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}};
+constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, 8};
 
 // One way of calling the layer.
 struct CallShape {
@@ -102,6 +102,15 @@ std::vector<TaskKind> kinds_of(const CallShape& call) {
   return kinds;
 }
 
+// each(task with the m_tile and n_tile of one of its tiles)
+template <class Each>
+void for_each_tile(MatrixTask task, Each each) {
+  each(task);
+  if (task.pair == TilePair::kRows) ++task.m_tile;
+  if (task.pair == TilePair::kCols) ++task.n_tile;
+  if (task.pair != TilePair::kNone) each(task);
+}
+
 using TileKey = std::tuple<TaskKind, int32_t, int32_t, int32_t>;  // kind, local expert, m, n
 
 TEST(TaskOrder, EachTileOfThePassOnce) {
@@ -111,8 +120,10 @@ TEST(TaskOrder, EachTileOfThePassOnce) {
       [&](const TaskOrder& order, const CallShape& call) {
         std::set<TileKey> seen;
         for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
-          const MatrixTask task = order.matrix_task(ticket);
-          ASSERT_TRUE(seen.emplace(task.kind, task.local_expert, task.m_tile, task.n_tile).second) << "task " << ticket;
+          for_each_tile(order.matrix_task(ticket), [&](const MatrixTask& task) {
+            ASSERT_TRUE(seen.emplace(task.kind, task.local_expert, task.m_tile, task.n_tile).second)
+                << "task " << ticket;
+          });
         }
         const Plan& plan = order.plan();
         size_t num_expected = 0;
@@ -153,26 +164,27 @@ TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
     std::map<int32_t, int32_t> mid_ready;
     std::map<int32_t, int32_t> out_ready;
     for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
-      const MatrixTask task = order.matrix_task(ticket);
-      switch (task.kind) {
-        case TaskKind::kGateUp:
-        case TaskKind::kDownDgrad:
-          ++mid_ready[order.physical_block(task.m_tile)];
-          break;
-        case TaskKind::kDown:
-        case TaskKind::kGateUpDgrad:
-          ASSERT_EQ(mid_ready[order.physical_block(task.m_tile)], mid_tiles) << "task " << ticket;
-          ++out_ready[order.physical_block(task.m_tile)];
-          break;
-        case TaskKind::kDownWgrad:
-        case TaskKind::kGateUpWgrad: {
-          const BlockRange blocks = order.blocks(task.local_expert);
-          for (int32_t block = blocks.begin; block < blocks.end; ++block) {
-            ASSERT_EQ(mid_ready[order.physical_block(block)], mid_tiles) << "task " << ticket;
+      for_each_tile(order.matrix_task(ticket), [&](const MatrixTask& task) {
+        switch (task.kind) {
+          case TaskKind::kGateUp:
+          case TaskKind::kDownDgrad:
+            ++mid_ready[order.physical_block(task.m_tile)];
+            break;
+          case TaskKind::kDown:
+          case TaskKind::kGateUpDgrad:
+            ASSERT_EQ(mid_ready[order.physical_block(task.m_tile)], mid_tiles) << "task " << ticket;
+            ++out_ready[order.physical_block(task.m_tile)];
+            break;
+          case TaskKind::kDownWgrad:
+          case TaskKind::kGateUpWgrad: {
+            const BlockRange blocks = order.blocks(task.local_expert);
+            for (int32_t block = blocks.begin; block < blocks.end; ++block) {
+              ASSERT_EQ(mid_ready[order.physical_block(block)], mid_tiles) << "task " << ticket;
+            }
+            break;
           }
-          break;
         }
-      }
+      });
     }
     // The targets of the waiters: every block of the pass, and no counter beyond its tiles.
     const Plan& plan = order.plan();
@@ -188,17 +200,19 @@ TEST(TaskOrder, PulledRowsReachTheTargetsOfTheirBlocks) {
   for_each_order([](const TaskOrder& order, const CallShape&) {
     const Plan& plan = order.plan();
     std::map<int32_t, int32_t> rows_ready;
-    for (int32_t n = plan.pass_entry_begin[order.pass()]; n < plan.pass_entry_begin[order.pass() + 1]; ++n) {
-      const Entry& entry = plan.entries[n];
-      for (int32_t row = 0; row < entry.num_rows; ++row)
-        ++rows_ready[plan.fan_rows[entry.fan_begin + row] / kBlockRows];
+    const CommOrder comm = order.comm();
+    for (int32_t ticket = 0; ticket < comm.num_pull_tasks(); ++ticket) {
+      const CommTask task = comm.task(ticket);
+      for (int32_t row = task.begin; row < task.end; ++row) {
+        for_each_pulled_row(plan, row, [&](int32_t pulled) { ++rows_ready[pulled / kBlockRows]; });
+      }
     }
     size_t num_blocks = 0;
     for (int32_t expert = 0; expert < plan.shape.num_local_experts(); ++expert) {
       const BlockRange blocks = order.blocks(expert);
       for (int32_t block = blocks.begin; block < blocks.end; ++block, ++num_blocks) {
         ASSERT_GT(order.valid_rows(expert, block), 0);
-        ASSERT_EQ(rows_ready[block], order.valid_rows(expert, block)) << "block " << block;
+        ASSERT_EQ(rows_ready[block], kBlockRows) << "block " << block;
       }
     }
     ASSERT_EQ(rows_ready.size(), num_blocks);
@@ -231,10 +245,12 @@ TEST(TaskOrder, CommunicationCoversEntriesAndTokensOnceAndInOrder) {
     std::map<CommTaskKind, int32_t> next;
     const Plan& plan = order.plan();
     const int32_t first_entry = plan.pass_entry_begin[order.pass()];
-    next[CommTaskKind::kPull] = next[CommTaskKind::kCombine] = first_entry;
+    const CommOrder comm = order.comm();
+    next[CommTaskKind::kPull] = comm.first_row;
+    next[CommTaskKind::kCombine] = first_entry;
     CommTaskKind previous = CommTaskKind::kPull;
-    for (int32_t ticket = 0; ticket < order.num_comm_tasks(); ++ticket) {
-      const CommTask task = order.comm_task(ticket);
+    for (int32_t ticket = 0; ticket < order.comm().num_tasks(); ++ticket) {
+      const CommTask task = order.comm().task(ticket);
       ASSERT_GE(task.kind, previous) << "task " << ticket;
       previous = task.kind;
       if (task.kind == CommTaskKind::kPullsDone || task.kind == CommTaskKind::kDrain) {
@@ -243,11 +259,13 @@ TEST(TaskOrder, CommunicationCoversEntriesAndTokensOnceAndInOrder) {
       }
       ASSERT_EQ(task.begin, next[task.kind]) << "task " << ticket;
       ASSERT_GT(task.end, task.begin);
-      ASSERT_LE(task.end - task.begin, TaskOrder::kBatch);
+      ASSERT_LE(task.end - task.begin, task.kind == CommTaskKind::kPull
+                                           ? comm.pull_rows
+                                           : std::max(CommOrder::kCombineBatch, CommOrder::kSumBatch));
       next[task.kind] = task.end;
     }
     const int32_t end_entry = plan.pass_entry_begin[order.pass() + 1];
-    ASSERT_EQ(next[CommTaskKind::kPull], end_entry);
+    ASSERT_EQ(next[CommTaskKind::kPull], comm.first_row + comm.num_rows);
     ASSERT_EQ(next[CommTaskKind::kCombine], call.work.combine ? end_entry : first_entry);
     ASSERT_EQ(next[CommTaskKind::kPullsDone], 1);
     ASSERT_EQ(next[CommTaskKind::kDrain], 1);
@@ -300,8 +318,8 @@ TEST(TaskOrder, OwnTokensAreSummedInEveryPass) {
       const TaskOrder order(*plan, Direction::kForward, pass, routing.num_tokens[static_cast<size_t>(rank)],
                             kForwardWork);
       std::vector<int32_t> sums(static_cast<size_t>(routing.num_tokens[static_cast<size_t>(rank)]), 0);
-      for (int32_t ticket = 0; ticket < order.num_comm_tasks(); ++ticket) {
-        const CommTask task = order.comm_task(ticket);
+      for (int32_t ticket = 0; ticket < order.comm().num_tasks(); ++ticket) {
+        const CommTask task = order.comm().task(ticket);
         if (task.kind != CommTaskKind::kSumTokens) continue;
         for (int32_t token = task.begin; token < task.end; ++token) ++sums[static_cast<size_t>(token)];
       }

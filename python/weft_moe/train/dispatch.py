@@ -12,15 +12,20 @@ by rank and may be 0; every rank of the group must make the call, and its backwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cache
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_autograd
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+
+Result = TypeVar("Result")
 
 # Precision -> dtype of the activations and weights that enter a dispatch. Eight-bit formats are
 # quantised from bf16 inside it.
@@ -60,12 +65,13 @@ class MoeLayer:
         return 1 if self.process_group is None else self.process_group.size()
 
 
-# grouped_mm wants groups to start, and rows to be, at multiples of this.
+# grouped_mm wants rows to be multiples of this.
 _GROUPED_ALIGN_BYTES = 16
 
 
 class TorchDispatch:
-    """The unfused baseline: sort, all-to-all, grouped product, all-to-all, weighted sum."""
+    """The unfused baseline, as fast as plain torch makes it: sort, all-to-all, grouped product,
+    all-to-all, sum. The router weight enters before the down projection, where rows are narrow."""
 
     precisions = ("fp32", "bf16")
 
@@ -97,22 +103,36 @@ class TorchDispatch:
     def __call__(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
-        num_tokens, top_k = topk_idx.shape
+        top_k = topk_idx.shape[1]
         num_routes = topk_idx.numel()
 
-        # Routes in the order of their expert; masked ones (-1) sort to the front. bounds[i] is
-        # the number of routes below expert i - 1.
-        experts, order = topk_idx.flatten().sort(stable=True)
+        # Routes in the order of their expert; masked ones (-1) sort to the front, wrong ones to
+        # both ends. bounds[i] is the number of routes below expert i - 1. A radix sort passes over
+        # 16-bit keys a quarter as often as over 64-bit ones.
+        key_dtype = torch.int16 if self.num_experts < 2**15 else torch.int32
+        keys = topk_idx.flatten().clamp(-2, self.num_experts).to(key_dtype)
+        experts, order = keys.sort(stable=True)
         bounds = torch.searchsorted(
-            experts, torch.arange(-1, self.num_experts + 1, device=x.device, dtype=experts.dtype)
+            experts,
+            torch.arange(-1, self.num_experts + 1, device=x.device, dtype=key_dtype),
+            out_int32=True,
         )
         received = self._exchange_counts(bounds.diff()[1:])
-        # The one wait for the device: slices and all-to-all splits are sizes on the host.
-        sizes = torch.cat([bounds, received]).tolist()
+        sizes = _to_host(torch.cat([bounds, received]))
+        # place[t, k] is the row of a route, -1 of a masked one. The rows are on their way before
+        # the host waits, once, for the sizes of slices and all-to-all splits.
+        place = torch.empty_like(order)
+        place[order] = torch.arange(num_routes, device=x.device)
+        is_masked = topk_idx < 0
+        place = place.view_as(topk_idx).masked_fill(is_masked, -1)
+        rows = _ToRows.apply(x, order // top_k, place)
+        sizes = sizes()
         host_bounds, host_received = sizes[: len(bounds)], sizes[len(bounds) :]
         if host_bounds[0] or host_bounds[-1] != num_routes:
             self._refuse_routes(topk_idx)
-        order = order[host_bounds[1] :]
+        if num_masked := host_bounds[1]:
+            rows, order = rows[num_masked:], order[num_masked:]
+            place = (place - num_masked).masked_fill(is_masked, -1)
         num_local = self.num_local
         send_splits = [end - start for start, end in pairwise(host_bounds[1::num_local])]
         receive_splits = [
@@ -120,15 +140,13 @@ class TorchDispatch:
             for first in range(0, self.num_experts, num_local)
         ]
 
-        rows = self._exchange(x[order // top_k], send_splits, receive_splits)
-        rows = self._run_experts(rows, received, host_received, gate_up, down)
+        # Not indexing, whose backward sorts. The weight of a masked route is never read.
+        weights = topk_weights.flatten().index_select(0, order)
+        rows = self._exchange(rows, send_splits, receive_splits)
+        weights = self._exchange(weights.unsqueeze(1), send_splits, receive_splits).squeeze(1)
+        rows = self._run_experts(rows, weights, received, host_received, gate_up, down)
         rows = self._exchange(rows, receive_splits, send_splits)
-
-        # A masked route keeps a row of zeros; its weight is never read, whatever it holds.
-        by_route = rows.new_zeros(num_routes, x.shape[1]).index_copy(0, order, rows)
-        weights = topk_weights.where(topk_idx >= 0, 0.0)
-        y = (by_route.view(num_tokens, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
-        return y.to(x.dtype)
+        return _FromRows.apply(rows, order // top_k, place)
 
     def _exchange_counts(self, sent: Tensor) -> Tensor:
         """Routes to each expert [E] -> rows from each source rank to each local expert, [E]."""
@@ -149,45 +167,36 @@ class TorchDispatch:
     def _run_experts(
         self,
         rows: Tensor,
+        weights: Tensor,
         received: Tensor,
         host_received: list[int],
         gate_up: Tensor,
         down: Tensor,
     ) -> Tensor:
-        """Rows [R, H], ordered by source rank and then expert, through their local experts."""
+        """Rows [R, H], ordered by source rank and then expert, and their router weights [R]
+        through their local experts."""
+        by_source = received.view(self.ep_size, self.num_local)
+        ends = by_source.sum(0).cumsum(0).to(torch.int32)
         counts = [sum(host_received[expert :: self.num_local]) for expert in range(self.num_local)]
-        # The grouped product asks for aligned groups that are not empty. Added rows are zero, so
-        # an expert without rows gets a gradient of exactly 0.
-        padded = counts
-        if self.is_grouped:
-            align = _GROUPED_ALIGN_BYTES // rows.element_size()
-            padded = [max(-(-count // align), 1) * align for count in counts]
+        if self.ep_size > 1:
+            local_experts = torch.arange(self.num_local, device=rows.device).repeat(self.ep_size)
+            expert = local_experts.repeat_interleave(received, output_size=rows.shape[0])
+            order = expert.argsort(stable=True)
+            place = torch.empty_like(order)
+            place[order] = torch.arange(len(order), device=rows.device)
+            place = place.unsqueeze(1)
+            rows, weights = _ToRows.apply(rows, order, place), weights.index_select(0, order)
+        z = self._product(rows, gate_up, counts, ends)
+        rows = self._product(_WeightedSwiGlu.apply(z, weights), down, counts, ends)
+        return _FromRows.apply(rows, order, place) if self.ep_size > 1 else rows
 
-        # slot[r] is row r's place among the padded groups, sources in rank order in each.
-        device, num_rows = rows.device, rows.shape[0]
-        local_experts = torch.arange(self.num_local, device=device).repeat(self.ep_size)
-        expert = local_experts.repeat_interleave(received, output_size=num_rows)
-        by_expert, order = expert.sort(stable=True)
-        added = [p - c for p, c in zip(padded, counts, strict=True)]
-        shift = torch.tensor([0, *accumulate(added)], device=device)
-        slot = torch.empty_like(order)
-        slot[order] = torch.arange(num_rows, device=device) + shift[by_expert]
-
-        pool = rows.new_zeros(sum(padded), rows.shape[1]).index_copy(0, slot, rows)
-        if self.is_grouped:
-            ends = torch.tensor(list(accumulate(padded)), dtype=torch.int32, device=device)
-            z = F.grouped_mm(pool, gate_up.transpose(1, 2), offs=ends)
-            out = F.grouped_mm(_swiglu(z), down.transpose(1, 2), offs=ends)
-        else:
-            # unbind, not indexing: its backward is one stack instead of e whole-tensor sums.
-            groups = zip(pool.split(counts), gate_up.unbind(), down.unbind(), strict=True)
-            out = torch.cat(
-                [
-                    F.linear(_swiglu(F.linear(g, w_gate_up)), w_down)
-                    for g, w_gate_up, w_down in groups
-                ]
-            )
-        return out.index_select(0, slot)
+    def _product(self, rows: Tensor, experts: Tensor, counts: list[int], ends: Tensor) -> Tensor:
+        """Rows [R, in], ordered by expert, times their expert's [out, in]."""
+        if self.is_grouped and rows.shape[0]:
+            return F.grouped_mm(rows, experts.transpose(1, 2), offs=ends)
+        # unbind, not indexing: its backward is one stack instead of e whole-tensor sums.
+        groups = zip(rows.split(counts), experts.unbind(), strict=True)
+        return torch.cat([F.linear(group, expert) for group, expert in groups])
 
     def _refuse_routes(self, topk_idx: Tensor) -> None:
         wrong = (topk_idx < -1) | (topk_idx >= self.num_experts)
@@ -298,10 +307,110 @@ def make_dispatch(type: str, layer: MoeLayer) -> Dispatch:
     return DISPATCHES[type](layer)
 
 
-def _swiglu(z: Tensor) -> Tensor:
-    """silu(gate) * up of z [.., 2I], gate first."""
-    gate, up = z.chunk(2, dim=-1)
-    return F.silu(gate) * up
+class _ToRows(Function):
+    """x [T, H] -> x[token], a row a route. place [T, K]: the row of a route, or -1 for none.
+
+    Autograd by itself would scatter the gradient, by a sort or by atomics; here each token gathers
+    its own.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return x[token]
+
+    @staticmethod
+    def backward(ctx, drows: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return _sum_of_routes(drows, place), None, None
+
+
+class _FromRows(Function):
+    """Rows [R, H] -> the sum of each token's rows [T, H]; the transpose of _ToRows."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, token: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        return _sum_of_routes(rows, place)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        (token,) = ctx.saved_tensors
+        return dy[token], None, None
+
+
+class _WeightedSwiGlu(Function):
+    """weights * silu(gate) * up of z [R, 2I], gate first, rounded once."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(z, weights)
+        return _fused(_weighted_swiglu, z, weights)
+
+    @staticmethod
+    def backward(ctx, da: Tensor) -> tuple[Tensor, Tensor]:
+        return _fused(_weighted_swiglu_backward, *ctx.saved_tensors, da)
+
+
+def _sum_of_routes(rows: Tensor, place: Tensor) -> Tensor:
+    if not rows.shape[0]:
+        return rows.new_zeros(place.shape[0], rows.shape[1])
+    return _fused(_sum_places, rows, place)
+
+
+def _sum_places(rows: Tensor, place: Tensor) -> Tensor:
+    return rows[place.clamp(min=0)].where((place >= 0).unsqueeze(-1), 0).sum(1)
+
+
+def _weighted_swiglu(z: Tensor, weights: Tensor) -> Tensor:
+    gate, up = _widened(z).chunk(2, dim=-1)
+    return (weights.unsqueeze(-1) * F.silu(gate) * up).to(z.dtype)
+
+
+def _weighted_swiglu_backward(z: Tensor, weights: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = _widened(z).chunk(2, dim=-1)
+    da = _widened(da)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    dweights = (da * silu * up).sum(-1)
+    da = da * weights.unsqueeze(-1)
+    dgate = da * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat([dgate, da * silu], dim=-1).to(z.dtype), dweights.to(weights.dtype)
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _fused(function: Callable[..., Result], *tensors: Tensor) -> Result:
+    """function(*tensors); on a GPU by torch.compile, since each op alone is a pass over memory."""
+    if tensors[0].device.type != "cuda":
+        return function(*tensors)
+    for tensor in tensors:
+        # Rows and tokens differ from call to call; widths are constants of a kernel.
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled(function)(*tensors)
+
+
+@cache
+def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    return torch.compile(function, dynamic=False)
+
+
+def _to_host(values: Tensor) -> Callable[[], list[int]]:
+    """Queues a copy to the host; the result waits for it, and for nothing queued later."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[int]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return wait
 
 
 def _listed(names: Iterable[str]) -> str:

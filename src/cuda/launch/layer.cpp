@@ -79,8 +79,9 @@ struct Workspace {
   Plan plan;
   PlanScratch scratch;
   TaskTable table;
-  Bf16* act;  // [capacity, I] a' = w silu(g) u
-  Bf16* out;  // [capacity, H]
+  Bf16* x;     // [capacity, H]
+  Bf16* act;   // [capacity, I] a' = w silu(g) u
+  Bf16* rows;  // [capacity, H] o
 };
 
 Workspace carve_workspace(Carver& carver, const LayerShape& shape) {
@@ -89,8 +90,9 @@ Workspace carve_workspace(Carver& carver, const LayerShape& shape) {
   workspace.plan = carve_plan(carver, shape);
   workspace.scratch = carve_plan_scratch(carver, shape);
   workspace.table = carve_task_table(carver, shape, forward_choice());
+  workspace.x = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
   workspace.act = carver.take<Bf16>(shape.capacity_rows() * shape.intermediate);
-  workspace.out = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
+  workspace.rows = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
   return workspace;
 }
 
@@ -263,11 +265,11 @@ class CudaLayer final : public BackendLayer {
   }
 
   // Kernels of ranks that share a device must all be resident at once: they wait for one another. Even, since the
-  // forward runs in pairs of CTAs.
+  // forward runs in clusters of two.
   int32_t num_sms(const RankMemory& memory) const {
-    if (options_.num_sms > 0) return min_of(options_.num_sms, device_sms_);
-    if (memory.ranks_on_device == 1) return device_sms_;
-    return max_of(2, device_sms_ / memory.ranks_on_device / 2 * 2);
+    const int32_t sms =
+        options_.num_sms > 0 ? min_of(options_.num_sms, device_sms_) : device_sms_ / memory.ranks_on_device;
+    return max_of(2, sms / 2 * 2);
   }
   void check_share(const RankMemory& memory) const {
     const int32_t ranks = memory.ranks_on_device;
@@ -365,10 +367,11 @@ class CudaLayer final : public BackendLayer {
     params.gate = make_tensor_map({gate, {hidden, intermediate, experts}, {hidden, stride}, {128, 1}}, "gate");
     params.up = make_tensor_map({up, {hidden, intermediate, experts}, {hidden, stride}, {128, 1}}, "up");
     params.down = make_tensor_map(
-        {inputs.down, {intermediate, hidden, experts}, {intermediate, intermediate * hidden}, {256, 1}}, "down");
+        {inputs.down, {intermediate, hidden, experts}, {intermediate, intermediate * hidden}, {128, 1}}, "down");
+    params.x_pool = rows_of(workspace.x, hidden, kBlockRows, "workspace");
     params.act = rows_of(workspace.act, intermediate, kBlockRows, "workspace");
     params.act_store = rows_of(workspace.act, intermediate, 16, "workspace");
-    params.out_store = rows_of(workspace.out, hidden, 16, "workspace");
+    params.rows_store = rows_of(workspace.rows, hidden, 16, "workspace");
     if (args.saved != nullptr) {
       params.z_store =
           make_tensor_map({args.saved, {intermediate, 2, rows}, {intermediate, 2 * intermediate}, {1, 16}}, "saved");
@@ -377,9 +380,14 @@ class CudaLayer final : public BackendLayer {
     params.flags = workspace.flags;
     params.table = workspace.table;
     params.state = workspace.scratch.state;
-    params.x = peers.x[shape.ep_rank];
-    params.out = workspace.out;
-    params.y = static_cast<Bf16*>(args.y);
+    params.topk_idx = workspace.scratch.topk_idx;
+    std::copy_n(peers.x, kMaxRanks, params.pulls[0].source);
+    params.pulls[0].pool = workspace.x;
+    params.num_pulls = 1;
+    params.rows = workspace.rows;
+    params.result = static_cast<Bf16*>(args.y);
+    std::copy_n(peers.partial, kMaxRanks, params.partial);
+    std::copy_n(peers.arrived, kMaxRanks, params.arrived);
     params.clamp_limit = static_cast<float>(options_.clamp_limit);
     std::copy_n(peers.controls, kMaxRanks, params.controls);
     params.report = &state_->report;

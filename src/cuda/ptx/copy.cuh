@@ -1,4 +1,4 @@
-// Asynchronous copies: tensor tiles by TMA, 16-byte pieces by cp.async. One instruction a function.
+// Asynchronous copies of tensor tiles by TMA. One instruction a function.
 #pragma once
 
 #include <cuda.h>
@@ -23,11 +23,30 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, void* shared, u
       : "memory");
 }
 
+// The same into every CTA of the cluster whose bit is set in `ctas`: at the same place, with the same barrier there.
+__device__ __forceinline__ void tma_load_multicast(const CUtensorMap* map, void* shared, uint64_t* barrier, int32_t x,
+                                                   int32_t y, int32_t z, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(ctas)
+      : "memory");
+}
+
 // Stores a box to (x, y, z); joins the thread's open bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, int32_t x, int32_t y, int32_t z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
                : "memory");
+}
+
+// Adds the box to fp32 values in global memory instead. No other addition to them may be under way: the order of two
+// would be anybody's guess.
+__device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* shared, int32_t x, int32_t y, int32_t z) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -41,12 +60,7 @@ __device__ __forceinline__ void bulk_wait_read() {
 // This thread's bulk groups have landed: what a flag may announce.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// 16 bytes from global to shared memory, past L1.
-__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// Shared memory written by ordinary stores or cp.async, before wgmma or TMA reads it.
+// Shared memory written by ordinary stores, before TMA reads it.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace weft::ptx

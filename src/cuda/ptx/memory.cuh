@@ -61,6 +61,9 @@ __device__ inline void red_add_release_gpu(uint32_t* address, uint32_t value) {
 __device__ inline void red_add_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("red.release.sys.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+__device__ inline void red_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+  asm volatile("red.relaxed.gpu.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
 __device__ inline uint32_t atom_add_relaxed_gpu(uint32_t* address, uint32_t value) {
   uint32_t old;
   asm volatile("atom.relaxed.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");

@@ -23,6 +23,14 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t m0, uint32
                : "memory");
 }
 
+// The way back: rows in shared memory to accumulator layout.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t shared, uint32_t& m0, uint32_t& m1, uint32_t& m2, uint32_t& m3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+               : "r"(shared)
+               : "memory");
+}
+
 // Two floats as bf16, to nearest even; `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
@@ -46,6 +54,12 @@ __device__ __forceinline__ uint4 load_16(const void* global) {
                : "l"(global)
                : "memory");
   return value;
+}
+
+__device__ __forceinline__ void store_16(void* global, const uint4& value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
 }
 
 }  // namespace weft::ptx

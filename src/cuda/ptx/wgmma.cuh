@@ -25,8 +25,21 @@ __device__ __forceinline__ uint64_t k_major_descriptor(const void* shared) {
   return kSwizzle128 | kStrideOf8Rows | kUnusedLeading | ((shared_address(shared) & 0x3FFFF) >> 4);
 }
 
-// d[128] (+)= A[64, 16] B[256, 16]^T in bf16. Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and
-// columns 8 j + 2 (t % 4) (+ 1) of column group j: d[4 j + {0, 1}] in the upper, d[4 j + {2, 3}] in the lower row.
+// Descriptor of an MN-major operand: chunks of 64 elements of M or N (128 bytes in the 128-byte swizzle) times 64 steps
+// of K, a chunk every 8192 bytes. Adding 128 moves it by 16 along K.
+__device__ __forceinline__ uint64_t mn_major_descriptor(const void* shared) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kStrideOf8Steps = uint64_t{1024 >> 4} << 32;
+  constexpr uint64_t kStrideOfChunks = uint64_t{8192 >> 4} << 16;
+  return kSwizzle128 | kStrideOf8Steps | kStrideOfChunks | ((shared_address(shared) & 0x3FFFF) >> 4);
+}
+
+enum class Major { kK, kMN };
+
+// d[128] (+)= A[64, 16] B[256, 16]^T in bf16, the operands laid out as said. Thread t of the warpgroup holds rows 16 (t
+// / 32) + t % 32 / 4 (+ 8) and columns 8 j + 2 (t % 4) (+ 1) of column group j: d[4 j + {0, 1}] in the upper, d[4 j +
+// {2, 3}] in the lower row.
+template <Major kA, Major kB>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n"
@@ -41,7 +54,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,\n"
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,\n"
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},\n"
-      "%128, %129, p, 1, 1, 0, 0;\n"
+      "%128, %129, p, 1, 1, %131, %132;\n"
       "}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
         "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
@@ -59,7 +72,8 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
         "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]),
         "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]),
         "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kA == Major::kMN ? 1 : 0),
+        "n"(kB == Major::kMN ? 1 : 0));
 }
 
 }  // namespace weft::ptx

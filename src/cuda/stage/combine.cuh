@@ -1,13 +1,13 @@
-// Combine: the rows of a token are summed in fp32 and k order and rounded once. A warp of every CTA follows the matrix
-// work in the order in which tokens complete; math warps join in when their tiles are done.
+// Combine: the pool rows of an entry are summed in fp32 and k order and rounded once. With one rank the sum is the
+// token's row of the result; with more it is a partial row that goes home to the token's owner, who adds the partial
+// rows in rank order.
 #pragma once
 
 #include "cuda/ptx/warp.cuh"
-#include "cuda/stage/load.cuh"
+#include "cuda/stage/schedule.cuh"
+#include "schedule/routing.hpp"
 
 namespace weft {
-
-inline constexpr int32_t kCombineBatch = 2;
 
 __device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& row) {
   const uint32_t words[4] = {row.x, row.y, row.z, row.w};
@@ -18,87 +18,107 @@ __device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& row) {
   }
 }
 
-// One warp sums the rows of an entry into `target` [H]; kChunks pieces a lane of kRowsAtOnce rows are in flight.
+// One warp writes the sum of `num_rows` rows of `base` to `target` [H]; lane n knows where row n begins, in pieces of
+// 16 bytes (counted in 32 bits: 64 GiB). kChunks pieces a lane of kRowsAtOnce rows are in flight.
 template <int32_t kChunks, int32_t kRowsAtOnce>
-__device__ __forceinline__ void sum_rows(const ForwardParams& params, const Entry& entry, Bf16* target) {
-  const int64_t hidden = params.plan.shape.hidden;
-  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const int32_t* rows = params.plan.fan_rows + entry.fan_begin;
-  for (int64_t first = lane * 8; first < hidden; first += kChunks * 256) {
+__device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, int32_t num_rows, uint32_t row_chunks,
+                                         Bf16* target) {
+  const auto* chunks = reinterpret_cast<const uint4*>(base);
+  auto* sum_chunks = reinterpret_cast<uint4*>(target);
+#pragma unroll 1
+  for (uint32_t first = threadIdx.x % 32; first / 32 * 32 < row_chunks; first += kChunks * 32) {
     float sums[kChunks][8] = {};
-    for (int32_t n = 0; n < entry.num_rows; n += kRowsAtOnce) {
+#pragma unroll 1
+    for (int32_t n = 0; n < num_rows; n += kRowsAtOnce) {
       uint4 values[kRowsAtOnce][kChunks];
 #pragma unroll
       for (int32_t r = 0; r < kRowsAtOnce; ++r) {
-        const bool present = n + r < entry.num_rows;
-        const Bf16* row = params.out + (present ? params.plan.physical_row(rows[n + r]) : 0) * hidden + first;
+        const uint32_t begin = __shfl_sync(~0U, row_begin, n + r) + first;
 #pragma unroll
         for (int32_t c = 0; c < kChunks; ++c) {
-          values[r][c] = present && first + c * 256 < hidden ? ptx::load_16(row + c * 256) : uint4{};
+          const bool present = n + r < num_rows && first + c * 32 < row_chunks;
+          values[r][c] = present ? ptx::load_16(chunks + begin + c * 32) : uint4{};
         }
       }
 #pragma unroll
       for (int32_t r = 0; r < kRowsAtOnce; ++r) {
-        if (n + r < entry.num_rows) {
 #pragma unroll
-          for (int32_t c = 0; c < kChunks; ++c) add_bf16x8(sums[c], values[r][c]);
-        }
+        for (int32_t c = 0; c < kChunks; ++c) add_bf16x8(sums[c], values[r][c]);
       }
     }
 #pragma unroll
     for (int32_t c = 0; c < kChunks; ++c) {
-      if (first + c * 256 >= hidden) continue;
-      *reinterpret_cast<uint4*>(target + first + c * 256) =
-          uint4{ptx::pack_bf16(sums[c][0], sums[c][1]), ptx::pack_bf16(sums[c][2], sums[c][3]),
-                ptx::pack_bf16(sums[c][4], sums[c][5]), ptx::pack_bf16(sums[c][6], sums[c][7])};
+      if (first + c * 32 >= row_chunks) continue;
+      ptx::store_16(sum_chunks + first + c * 32,
+                    uint4{ptx::pack_bf16(sums[c][0], sums[c][1]), ptx::pack_bf16(sums[c][2], sums[c][3]),
+                          ptx::pack_bf16(sums[c][4], sums[c][5]), ptx::pack_bf16(sums[c][6], sums[c][7])});
     }
   }
+  __syncwarp();
 }
 
-// Tokens without a valid route are in no entry: their sum of nothing is written here, a token a lane.
-__device__ __forceinline__ void zero_masked_tokens(const ForwardParams& params, int32_t first_token) {
+// Whole warp; false after a stall.
+template <int32_t kChunks, int32_t kRowsAtOnce>
+__device__ __forceinline__ bool combine_entry(const PersistentParams& params, const Entry& entry, int32_t ticket) {
+  const Plan& plan = params.plan;
+  const LayerShape& shape = plan.shape;
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const auto row_chunks = static_cast<uint32_t>(shape.hidden / 8);
+  uint32_t row_begin = 0;
+  bool ready = true;
+  if (lane < entry.num_rows) {
+    const int32_t row = pool_row(plan, plan.fan_rows[entry.fan_begin + lane]);
+    row_begin = static_cast<uint32_t>(row) * row_chunks;
+    const int32_t block = row / kBlockRows;
+    ready = wait_counter(params, &params.flags.banks[0].out_ready[block], out_target(shape),
+                         {WaitTask::kCombine, ticket, FlagKind::kOutReady, block, -1});
+  }
+  if (!__all_sync(~0U, ready)) return false;
+  const int64_t slot = int64_t{entry.token} * shape.slots_per_token() + entry.slot;
+  const bool is_alone = shape.ep_size == 1;
+  Bf16* target = is_alone ? params.result + int64_t{entry.token} * shape.hidden
+                          : params.partial[entry.source] + slot * shape.hidden;
+  sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows, row_chunks, target);
+  if (!is_alone && lane == 0) ptx::st_release_sys(&params.arrived[entry.source][slot], params.state->epoch);
+  return true;
+}
+
+// A token of this rank from its partial rows, which its experts' ranks have pushed. Whole warp; false after a stall.
+template <int32_t kChunks, int32_t kRowsAtOnce>
+__device__ __forceinline__ bool sum_token(const PersistentParams& params, int32_t token, int32_t ticket) {
+  const Plan& plan = params.plan;
+  const LayerShape& shape = plan.shape;
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t* experts = params.topk_idx + plan.route_offset(shape.ep_rank, token);
+  const uint64_t ranks = ranks_of_token(shape, experts);
+  const int64_t first_slot = int64_t{token} * shape.slots_per_token();
+  bool ready = true;
+  for (int32_t peer = lane; peer < shape.ep_size && ready; peer += 32) {
+    if ((ranks >> peer & 1) == 0) continue;
+    const int64_t slot = first_slot + slot_of_rank(ranks, peer);
+    ready = wait_counter<Scope::kSystem>(params, &params.arrived[shape.ep_rank][slot], params.state->epoch,
+                                         {WaitTask::kSumTokens, ticket, FlagKind::kArrived, slot, peer});
+  }
+  if (!__all_sync(~0U, ready)) return false;
+  const auto row_chunks = static_cast<uint32_t>(shape.hidden / 8);
+  sum_rows<kChunks, kRowsAtOnce>(params.partial[shape.ep_rank] + first_slot * shape.hidden,
+                                 static_cast<uint32_t>(lane) * row_chunks, __popcll(ranks), row_chunks,
+                                 params.result + int64_t{token} * shape.hidden);
+  return true;
+}
+
+// With one rank, tokens without a valid route are in no entry: their sum of nothing is written here, a token a lane.
+__device__ __forceinline__ void zero_masked_tokens(const PersistentParams& params, int32_t begin, int32_t end) {
   const Plan& plan = params.plan;
   const int64_t hidden = plan.shape.hidden;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  bool masked = first_token + lane < params.state->num_own_tokens;
+  bool masked = begin + lane < end;
   for (int32_t k = 0; k < plan.shape.top_k && masked; ++k) {
-    masked = plan.route_row[plan.route_offset(0, first_token + lane) + k] < 0;
+    masked = plan.route_row[plan.route_offset(0, begin + lane) + k] < 0;
   }
   for (uint32_t lanes = __ballot_sync(~0U, masked); lanes != 0; lanes &= lanes - 1) {
-    Bf16* row = params.y + (first_token + __ffs(static_cast<int32_t>(lanes)) - 1) * hidden;
-    for (int64_t column = lane * 8; column < hidden; column += 256) *reinterpret_cast<uint4*>(row + column) = uint4{};
-  }
-}
-
-template <int32_t kChunks, int32_t kRowsAtOnce>
-__device__ inline void run_combine(const ForwardParams& params) {
-  const Plan& plan = params.plan;
-  const PassFlags& flags = params.flags.banks[0];
-  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const int32_t num_entries = plan.pass_entry_begin[1];
-  const int32_t num_token_batches = ceil_div(params.state->num_own_tokens, 32);
-  const auto out_tiles = static_cast<uint32_t>(ceil_div<int64_t>(plan.shape.hidden, kTileN) * kMathWarps);
-  for (;;) {
-    uint32_t claimed = 0;
-    if (lane == 0) claimed = ptx::atom_add_relaxed_gpu(flags.comm_ticket, 1);
-    const auto ticket = static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
-    if (ticket < num_token_batches) {
-      zero_masked_tokens(params, ticket * 32);
-      continue;
-    }
-    const int32_t begin = (ticket - num_token_batches) * kCombineBatch;
-    if (begin >= num_entries) return;
-    for (int32_t position = begin; position < min_of(begin + kCombineBatch, num_entries); ++position) {
-      const Entry entry = plan.entries[plan.combine_order[position]];
-      bool ready = true;
-      if (lane < entry.num_rows) {
-        const int32_t block = plan.fan_rows[entry.fan_begin + lane] / kBlockRows % plan.shape.capacity_blocks;
-        ready =
-            wait_counter(params, &flags.out_ready[block], out_tiles, WaitTask::kCombine, FlagKind::kOutReady, block);
-      }
-      if (!__all_sync(~0U, ready)) return;
-      sum_rows<kChunks, kRowsAtOnce>(params, entry, params.y + int64_t{entry.token} * plan.shape.hidden);
-    }
+    Bf16* row = params.result + (begin + __ffs(static_cast<int32_t>(lanes)) - 1) * hidden;
+    for (int64_t column = lane * 8; column < hidden; column += 256) ptx::store_16(row + column, uint4{});
   }
 }
 

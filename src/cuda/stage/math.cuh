@@ -1,10 +1,14 @@
-// Math: two warpgroups of 64 rows each turn stages into accumulators and accumulators into stored tiles. SwiGLU lives
-// in the gate_up epilogue, where a thread holds g and u of the same element.
+// Math: two warpgroups of 64 rows each turn stages into accumulators and accumulators into stored tiles. What a
+// kernel's tasks multiply and how they end its Bodies say:
+//   num_stages(head)                       stages a task takes from the ring
+//   run(head, stage, publish, acc)         one warpgroup's 64 rows
+//   counter(head)                          what to raise when the tile has landed; null: nothing
 #pragma once
 
+#include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/warp.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/stage/load.cuh"
+#include "cuda/stage/schedule.cuh"
 
 namespace weft {
 
@@ -27,7 +31,7 @@ class DeferredPublish {
   uint32_t* counter_ = nullptr;
 };
 
-// A warp's 16 rows on their way out: 64 columns at a time through two buffers.
+// A warp's 16 rows on their way out: 64 columns of bf16 at a time through two buffers.
 class TileStore {
  public:
   __device__ __forceinline__ explicit TileStore(uint8_t (*buffers)[16 * kStoreCols * 2]) : buffers_(buffers) {}
@@ -59,129 +63,93 @@ class TileStore {
   int32_t next_ = 0;
 };
 
-__device__ __forceinline__ void release_stage(SharedTile& shared, int32_t stage) {
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.stage_empty[stage]);
-}
+// The ring of stages as a math warp sees it.
+class StageReader {
+ public:
+  __device__ __forceinline__ explicit StageReader(SharedTile& shared)
+      : shared_(shared), empty_(ptx::map_shared(shared.stage_empty, threadIdx.x % kClusterCtas)) {}
+
+  __device__ __forceinline__ int32_t index() const { return position_.index; }
+  __device__ __forceinline__ const uint8_t* a() const { return shared_.a[position_.index]; }
+  __device__ __forceinline__ const uint8_t* b() const { return shared_.b[position_.index]; }
+  __device__ __forceinline__ void wait() { ptx::mbarrier_wait(&shared_.stage_full[position_.index], position_.phase); }
+  __device__ __forceinline__ void advance() { position_.advance(); }
+  // Tells the load lanes of both CTAs that this warp is done with a stage.
+  __device__ __forceinline__ void release(int32_t stage) {
+    if (threadIdx.x % 32 < kClusterCtas) {
+      ptx::mbarrier_arrive_mapped(empty_ + static_cast<uint32_t>(stage * static_cast<int32_t>(sizeof(uint64_t))));
+    }
+  }
+  // Lets stages pass: a warpgroup whose 64 rows are all padding.
+  __device__ __forceinline__ void skip(int32_t num_stages) {
+    for (int32_t n = 0; n < num_stages; ++n) {
+      wait();
+      release(index());
+      advance();
+    }
+  }
+
+ private:
+  SharedTile& shared_;
+  uint32_t empty_;
+  RingPosition<kStages> position_;
+};
 
 // acc = A[64 rows of this warpgroup] B^T over num_steps stages.
-__device__ __forceinline__ void multiply(SharedTile& shared, RingPosition<kStages>& stage, int32_t num_steps,
-                                         int32_t warpgroup, DeferredPublish& publish, float (&acc)[128]) {
+template <ptx::Major kA, ptx::Major kB>
+__device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, int32_t warpgroup,
+                                         DeferredPublish& publish, float (&acc)[128]) {
   constexpr int32_t kPublishStep = 2;
+  constexpr int32_t kAdvanceA = kA == ptx::Major::kK ? 2 : 128;
+  constexpr int32_t kAdvanceB = kB == ptx::Major::kK ? 2 : 128;
   int32_t previous = 0;
   for (int32_t step = 0; step < num_steps; ++step) {
-    ptx::mbarrier_wait(&shared.stage_full[stage.index], stage.phase);
-    ptx::fence_async_shared();  // gathered rows were written by cp.async
-    const uint64_t a = ptx::k_major_descriptor(shared.a[stage.index] + warpgroup * 64 * 128);
-    const uint64_t b = ptx::k_major_descriptor(shared.b[stage.index]);
+    stage.wait();
+    const uint8_t* rows = stage.a() + warpgroup * (kBytesA / 2);
+    const uint64_t a = kA == ptx::Major::kK ? ptx::k_major_descriptor(rows) : ptx::mn_major_descriptor(rows);
+    const uint64_t b = kB == ptx::Major::kK ? ptx::k_major_descriptor(stage.b()) : ptx::mn_major_descriptor(stage.b());
     ptx::wgmma_fence();
 #pragma unroll
-    for (int32_t k = 0; k < kTileK / 16; ++k) ptx::wgmma_m64n256k16(acc, a + 2 * k, b + 2 * k, step > 0 || k > 0);
+    for (int32_t k = 0; k < kTileK / 16; ++k) {
+      ptx::wgmma_m64n256k16<kA, kB>(acc, a + kAdvanceA * k, b + kAdvanceB * k, step > 0 || k > 0);
+    }
     ptx::wgmma_commit();
     if (step > 0) {
       ptx::wgmma_wait<1>();
-      release_stage(shared, previous);
+      stage.release(previous);
     }
     if (step == kPublishStep) publish.publish();
-    previous = stage.index;
+    previous = stage.index();
     stage.advance();
   }
   ptx::wgmma_wait<0>();
-  release_stage(shared, previous);
+  stage.release(previous);
   publish.publish();  // a contraction too short for the step above
 }
 
-// A warpgroup whose 64 rows are all padding lets the stages pass.
-__device__ __forceinline__ void skip(SharedTile& shared, RingPosition<kStages>& stage, int32_t num_steps) {
-  for (int32_t step = 0; step < num_steps; ++step) {
-    ptx::mbarrier_wait(&shared.stage_full[stage.index], stage.phase);
-    release_stage(shared, stage.index);
-    stage.advance();
-  }
-}
-
-// silu(g) u in fp32; tanh.approx is accurate to 2^-11, below the rounding of the result.
-__device__ __forceinline__ float swiglu_approx(float g, float u, float clamp_limit) {
-  if (clamp_limit > 0) {
-    g = fminf(g, clamp_limit);
-    u = fminf(fmaxf(u, -clamp_limit), clamp_limit);
-  }
-  const float half = 0.5F * g;
-  return (half + half * ptx::tanh_approx(half)) * u;
-}
-
-template <bool kSaveZ>
-__device__ __forceinline__ void finish_gate_up(const ForwardParams& params, TileStore& store, const MatrixTask& task,
-                                               int32_t row_in_block, float (&acc)[128]) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
-  const int32_t virtual_row = task.m_tile * kBlockRows + row_in_block;
-  const auto pool_row = static_cast<int32_t>(params.plan.physical_row(virtual_row));
-  const float weights[2] = {params.plan.row_weight[virtual_row + lane / 4],
-                            params.plan.row_weight[virtual_row + lane / 4 + 8]};
-#pragma unroll
-  for (int32_t part = 0; part < 2; ++part) {
-    const int32_t column = task.n_tile * kGateUpCols + part * kStoreCols;
-    const auto z_of = [&](int32_t first, int32_t j, int32_t half) {
-      const int32_t n = first + 4 * (part * 8 + j) + 2 * half;
-      return ptx::pack_bf16(acc[n], acc[n + 1]);
-    };
-    if constexpr (kSaveZ) {
-      store.store(&params.z_store, column, 0, pool_row, [&](int32_t j, int32_t half) { return z_of(0, j, half); });
-      store.store(&params.z_store, column, 1, pool_row, [&](int32_t j, int32_t half) { return z_of(64, j, half); });
-    }
-    store.store(&params.act_store, column, pool_row, 0, [&](int32_t j, int32_t half) {
-      // z rounded once, as backward will read it.
-      const uint32_t g = z_of(0, j, half);
-      const uint32_t u = z_of(64, j, half);
-      const float low = swiglu_approx(ptx::low_bf16(g), ptx::low_bf16(u), params.clamp_limit);
-      const float high = swiglu_approx(ptx::high_bf16(g), ptx::high_bf16(u), params.clamp_limit);
-      return ptx::pack_bf16(weights[half] * low, weights[half] * high);
-    });
-  }
-}
-
-__device__ __forceinline__ void finish_down(const ForwardParams& params, TileStore& store, const MatrixTask& task,
-                                            int32_t row_in_block, float (&acc)[128]) {
-  const auto pool_row = static_cast<int32_t>(params.plan.physical_row(task.m_tile * kBlockRows + row_in_block));
-#pragma unroll
-  for (int32_t part = 0; part < kTileN / kStoreCols; ++part) {
-    store.store(&params.out_store, task.n_tile * kTileN + part * kStoreCols, pool_row, 0, [&](int32_t j, int32_t half) {
-      const int32_t n = 4 * (part * 8 + j) + 2 * half;
-      return ptx::pack_bf16(acc[n], acc[n + 1]);
-    });
-  }
-}
-
-template <bool kSaveZ>
-__device__ inline void run_math(const ForwardParams& params, SharedTile& shared, int32_t warpgroup) {
+template <class Bodies>
+__device__ __forceinline__ void run_math(SharedTile& shared, const Bodies& bodies, int32_t warpgroup) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32 % 4);
-  const int32_t row_in_block = warpgroup * 64 + warp * 16;
-  const PassFlags& flags = params.flags.banks[0];
-  const int32_t capacity_blocks = params.plan.shape.capacity_blocks;
   RingPosition<kTaskSlots> slot;
-  RingPosition<kStages> stage;
+  StageReader stage(shared);
   TileStore store(shared.store[warpgroup * 4 + warp]);
   DeferredPublish publish;
   float acc[128];
   for (;;) {
-    const bool idle = !ptx::mbarrier_try_wait(&shared.task_full[slot.index], slot.phase);
+    const bool idle = !ptx::mbarrier_try_wait_cluster(&shared.task_full[slot.index], slot.phase);
     if (__any_sync(~0U, idle)) publish.publish();
-    const TaskHead next = take_task(shared, slot);
-    release_task(shared, slot);
-    if (next.valid_rows == 0) break;
-    const int32_t num_steps = num_k_steps(params.plan.shape, next.task.kind);
-    if (next.valid_rows > warpgroup * 64) {
-      multiply(shared, stage, num_steps, warpgroup, publish, acc);
-      if (next.task.kind == TaskKind::kGateUp) {
-        finish_gate_up<kSaveZ>(params, store, next.task, row_in_block, acc);
-      } else {
-        finish_down(params, store, next.task, row_in_block, acc);
-      }
+    const TaskHead head = take_task(shared, slot);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) release_task(shared, slot);
+    slot.advance();
+    if (head.ends()) break;
+    if (head.valid_rows > warpgroup * 64) {
+      bodies.run(head, warpgroup * 64 + warp * 16, stage, store, publish, acc);
     } else {
       publish.publish();
-      skip(shared, stage, num_steps);
+      stage.skip(bodies.num_stages(head));
     }
-    const int32_t block = next.task.m_tile % capacity_blocks;
-    publish.defer(next.task.kind == TaskKind::kGateUp ? &flags.mid_ready[block] : &flags.out_ready[block]);
+    if (head.valid_rows > 0) publish.defer(bodies.counter(head));
   }
   publish.publish();
 }

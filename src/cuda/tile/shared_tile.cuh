@@ -1,5 +1,6 @@
 // Shared memory of a CTA: the ring of operand stages, the epilogue buffers and the barriers. The carve-up of every
-// kernel.
+// kernel. The two CTAs of a cluster work in step: a stage is filled when both have emptied it, since half of its weight
+// tile comes from the other one.
 #pragma once
 
 #include <cstdint>
@@ -8,41 +9,42 @@
 
 namespace weft {
 
+inline constexpr uint32_t kClusterCtas = 2;
 inline constexpr int32_t kTileK = 64;   // one 128-byte swizzle row of bf16
-inline constexpr int32_t kTileN = 256;  // columns of an accumulator: 256 of H, or 128 of gate and the same 128 of up
+inline constexpr int32_t kTileN = 256;  // columns of an accumulator: 256 of H or I, or 128 of gate and the same of up
 inline constexpr int32_t kGateUpCols = kTileN / 2;
 inline constexpr int32_t kStages = 4;
 inline constexpr int32_t kTaskSlots = 2;   // the scheduler runs at most this many tasks ahead
 inline constexpr int32_t kStoreCols = 64;  // a warp stores its rows 64 columns (128 bytes) at a time
 inline constexpr int32_t kStoreBuffers = 2;
 inline constexpr int32_t kMathWarps = 8;
+inline constexpr uint32_t kTaskReaders = 1 + kMathWarps;  // of a CTA: the load lane and the math warps
 
-// A stage is full when the loading lane has arrived, its bytes have landed, and the copies of every gathering lane
-// have.
-inline constexpr int32_t kLoadWarps = 2;
-inline constexpr uint32_t kGatherArrivals = 32 * kLoadWarps;
-// Warps that take tasks from the ring.
-inline constexpr uint32_t kTaskReaders = kLoadWarps + kMathWarps;
+inline constexpr int32_t kBytesA = kBlockRows * kTileK * 2;
+inline constexpr int32_t kBytesB = kTileN * kTileK * 2;
 
-// What the scheduler hands to every role of the CTA.
-struct TaskHead {
-  MatrixTask task;
-  int32_t valid_rows;  // of the block; 0: no more tasks
+// What the scheduler hands to every role: this CTA's tile of a task.
+struct alignas(16) TaskHead {
+  TaskKind kind;
+  uint8_t valid_rows;    // of the tile; 0: the CTA has only to keep step
+  bool shares_b;         // both CTAs' tiles take the same B, each CTA brings half of it to both
+  int32_t local_expert;  // -1: no more tasks
+  int32_t m_tile;
+  int32_t n_tile;
+
+  __device__ __forceinline__ bool ends() const { return local_expert < 0; }
 };
-struct TaskSlot {
-  TaskHead head;
-  uint32_t gather_rows[kBlockRows];  // gate_up: where each row of the block begins in x, in 16-byte units
-};
+static_assert(sizeof(TaskHead) == sizeof(uint4));
 
 struct SharedTile {
-  alignas(1024) uint8_t a[kStages][kBlockRows * kTileK * 2];
-  alignas(1024) uint8_t b[kStages][kTileN * kTileK * 2];
+  alignas(1024) uint8_t a[kStages][kBytesA];
+  alignas(1024) uint8_t b[kStages][kBytesB];
   alignas(1024) uint8_t store[kMathWarps][kStoreBuffers][16 * kStoreCols * 2];
+  TaskHead tasks[kTaskSlots];
   uint64_t stage_full[kStages];
   uint64_t stage_empty[kStages];
   uint64_t task_full[kTaskSlots];
-  uint64_t task_empty[kTaskSlots];
-  TaskSlot tasks[kTaskSlots];
+  uint64_t task_empty[kTaskSlots];  // used in the first CTA only
 };
 static_assert(sizeof(SharedTile) + 1024 <= 232448, "more shared memory than an SM gives a block");
 

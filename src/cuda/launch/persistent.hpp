@@ -1,0 +1,53 @@
+// What the persistent kernels of both directions have in common: their launch parameters and the columns of their
+// tiles.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/launch/plan.hpp"
+#include "numeric/bf16.hpp"
+#include "protocol/flags.hpp"
+#include "schedule/task_order.hpp"
+
+namespace weft {
+
+// Columns of a tile: a gate_up tile is 128 columns of g and the same 128 of u in one accumulator.
+inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, 8};
+
+// Row of the physical pool, in 32 bits, as a tensor map counts.
+WEFT_HD inline int32_t pool_row(const Plan& plan, int32_t virtual_row) {
+  return virtual_row % (plan.shape.capacity_blocks * kBlockRows);
+}
+
+// Rows that are dispatched: pulled from their owners and stored in every pool row of theirs.
+struct RowPull {
+  const Bf16* source[kMaxRanks];  // [T of the rank, H]
+  Bf16* pool;                     // [capacity, H]
+};
+inline constexpr int32_t kMaxPulls = 2;  // backward pulls dy, and x unless it is in the pool already
+
+struct PersistentParams {
+  Plan plan;
+  LocalFlags flags;
+  TaskTable table;
+  const PlanState* state;
+  const int32_t* topk_idx;  // [ep_size, max_tokens, K] checked, of the plan's scratch
+
+  RowPull pulls[kMaxPulls];
+  int32_t num_pulls;
+
+  const Bf16* rows;              // [capacity, H] o or dx of pool rows, which combine sums
+  Bf16* result;                  // [T, H] y or dx
+  Bf16* partial[kMaxRanks];      // more than one rank: partial rows, [max_tokens, slots, H] on the tokens' owners
+  uint32_t* arrived[kMaxRanks];  // and their flags
+
+  ControlBlock* controls[kMaxRanks];
+  PlanReport* report;       // what went wrong first, in device memory
+  PlanReport* host_report;  // its copy where the host sees it
+  uint64_t deadline_ns;
+};
+
+}  // namespace weft

@@ -1,0 +1,87 @@
+// Dispatch: rows are pulled from their owners into the pool, by plain 16-byte loads
+// and stores: they do not stand in the way of the tiles' own bulk loads when a link is full.
+#pragma once
+
+#include "cuda/ptx/warp.cuh"
+#include "cuda/stage/wait.cuh"
+#include "cuda/tile/shared_tile.cuh"
+
+namespace weft {
+
+// Pieces first, first + 32, ... of a row into as many rows of the pool; lane n knows where row n begins.
+template <int32_t kPieces>
+__device__ __forceinline__ void copy_to_rows(const uint4* source, uint4* pool, uint32_t first, uint32_t row_begin,
+                                             int32_t num_rows, bool present) {
+  uint4 values[kPieces];
+#pragma unroll
+  for (int32_t n = 0; n < kPieces; ++n) {
+    if (present) values[n] = ptx::load_16(source + first + n * 32);
+  }
+#pragma unroll 1
+  for (int32_t row = 0; row < num_rows; ++row) {
+    uint4* target = pool + (__shfl_sync(~0U, row_begin, row) + first);
+#pragma unroll
+    for (int32_t n = 0; n < kPieces; ++n) {
+      if (present) ptx::store_16(target + n * 32, values[n]);
+    }
+  }
+}
+
+// One warp pulls what it finds at the pool rows [begin, end), as for_each_pulled_row says, and raises the counters of
+// the rows' blocks.
+__device__ __forceinline__ void pull_rows(const PersistentParams& params, int32_t begin, int32_t end) {
+  constexpr int32_t kChunks = 8;  // 16-byte pieces a lane that are in flight
+  const Plan& plan = params.plan;
+  const auto row_chunks = static_cast<uint32_t>(plan.shape.hidden / 8);
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  uint32_t* rows_ready = params.flags.banks[0].rows_ready;
+  const RouteRef own_route = lane < end - begin ? plan.row_route[begin + lane] : RouteRef{kPaddingToken, 0, 0};
+  int32_t num_alone = 0;
+#pragma unroll 1
+  for (int32_t row = begin; row < end; ++row) {
+    const int32_t token = __shfl_sync(~0U, own_route.token, row - begin);
+    const int32_t source_rank = __shfl_sync(~0U, int32_t{own_route.source}, row - begin);
+    int32_t own_row = row;  // lane n has the n-th row to fill
+    int32_t num_rows = 1;
+    if (token != kPaddingToken && source_rank != plan.shape.ep_rank) {
+      const Entry& entry = plan.entries[plan.row_entry[row]];
+      num_rows = entry.num_rows;
+      own_row = plan.fan_rows[entry.fan_begin + min_of(lane, num_rows - 1)];
+      if (__shfl_sync(~0U, own_row, 0) != row) continue;
+    }
+    const uint32_t row_begin = static_cast<uint32_t>(pool_row(plan, own_row)) * row_chunks;
+#pragma unroll 1
+    for (int32_t pull = 0; pull < params.num_pulls; ++pull) {
+      const auto* source = reinterpret_cast<const uint4*>(params.pulls[pull].source[source_rank]) +
+                           static_cast<uint32_t>(token) * row_chunks;
+      auto* pool = reinterpret_cast<uint4*>(params.pulls[pull].pool);
+      uint32_t first = 0;
+#pragma unroll 1
+      for (; token != kPaddingToken && first + kChunks * 32 <= row_chunks; first += kChunks * 32) {
+        copy_to_rows<kChunks>(source, pool, first + lane, row_begin, num_rows, true);
+      }
+#pragma unroll 1
+      for (; first < row_chunks; first += 32) {
+        if (token != kPaddingToken) {
+          copy_to_rows<1>(source, pool, first + lane, row_begin, num_rows, first + lane < row_chunks);
+        } else if (first + lane < row_chunks) {
+          ptx::store_16(pool + row_begin + first + lane, uint4{});
+        }
+      }
+    }
+    if (num_rows == 1) {
+      ++num_alone;
+      continue;
+    }
+    __syncwarp();
+    __threadfence();  // all lanes' stores, before any lane raises a counter
+    if (lane < num_rows) ptx::red_add_relaxed_gpu(&rows_ready[pool_row(plan, own_row) / kBlockRows], 1);
+  }
+  // Rows that came alone lie in the block of the task.
+  __syncwarp();
+  if (lane == 0 && num_alone > 0) {
+    ptx::red_add_release_gpu(&rows_ready[pool_row(plan, begin) / kBlockRows], static_cast<uint32_t>(num_alone));
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,117 @@
+// The tasks of the forward: gate_up, z = x W_gate_up^T with SwiGLU in the epilogue, where a thread holds g and u of the
+// same element; and down, o = a' W_down^T.
+#pragma once
+
+#include "cuda/launch/forward.hpp"
+#include "cuda/stage/load.cuh"
+#include "cuda/stage/math.cuh"
+
+namespace weft {
+
+__device__ __forceinline__ int32_t forward_steps(const LayerShape& shape, TaskKind kind) {
+  const int64_t depth = kind == TaskKind::kGateUp ? shape.hidden : shape.intermediate;
+  return static_cast<int32_t>(ceil_div<int64_t>(depth, kTileK));
+}
+
+struct ForwardOperands {
+  const ForwardParams& params;
+
+  __device__ __forceinline__ int32_t num_steps(const TaskHead& head) const {
+    return forward_steps(params.plan.shape, head.kind);
+  }
+  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const TaskHead& head, int32_t step) const {
+    const auto row = pool_row(params.plan, head.m_tile * kBlockRows);
+    ptx::tma_load(head.kind == TaskKind::kGateUp ? &params.x_pool : &params.act, a, full, step * kTileK, row, 0);
+  }
+  // Of a gate_up tile the first half is gate, the second up.
+  template <class Load>
+  __device__ __forceinline__ void load_b(uint8_t* b, const TaskHead& head, int32_t step, int32_t half,
+                                         Load load) const {
+    if (head.kind == TaskKind::kGateUp) {
+      load(half == 0 ? &params.gate : &params.up, b, step * kTileK, head.n_tile * kGateUpCols, head.local_expert);
+    } else {
+      load(&params.down, b, step * kTileK, head.n_tile * kTileN + half * (kTileN / 2), head.local_expert);
+    }
+  }
+  __device__ __forceinline__ int32_t num_extra(const TaskHead&) const { return 0; }
+  __device__ __forceinline__ void load_extra(uint8_t*, uint8_t*, uint64_t*, const TaskHead&, int32_t) const {}
+};
+
+// silu(g) u in fp32; tanh.approx is accurate to 2^-11, below the rounding of the result.
+__device__ __forceinline__ float swiglu_approx(float g, float u, float clamp_limit) {
+  if (clamp_limit > 0) {
+    g = fminf(g, clamp_limit);
+    u = fminf(fmaxf(u, -clamp_limit), clamp_limit);
+  }
+  const float half = 0.5F * g;
+  return (half + half * ptx::tanh_approx(half)) * u;
+}
+
+template <bool kSaveZ>
+struct ForwardBodies {
+  const ForwardParams& params;
+
+  __device__ __forceinline__ int32_t num_stages(const TaskHead& head) const {
+    return forward_steps(params.plan.shape, head.kind);
+  }
+  __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
+    const PassFlags& flags = params.flags.banks[0];
+    const int32_t block = head.m_tile % params.plan.shape.capacity_blocks;
+    return head.kind == TaskKind::kGateUp ? &flags.mid_ready[block] : &flags.out_ready[block];
+  }
+  __device__ __forceinline__ void run(const TaskHead& head, int32_t row_in_block, StageReader& stage, TileStore& store,
+                                      DeferredPublish& publish, float (&acc)[128]) const {
+    multiply<ptx::Major::kK, ptx::Major::kK>(stage, forward_steps(params.plan.shape, head.kind), row_in_block / 64,
+                                             publish, acc);
+    if (head.kind == TaskKind::kGateUp) {
+      finish_gate_up(head, row_in_block, store, acc);
+    } else {
+      finish_down(head, row_in_block, store, acc);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void finish_gate_up(const TaskHead& head, int32_t row_in_block, TileStore& store,
+                                                 float (&acc)[128]) const {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+    const int32_t virtual_row = head.m_tile * kBlockRows + row_in_block;
+    const int32_t first_row = pool_row(params.plan, virtual_row);
+    const float weights[2] = {params.plan.row_weight[virtual_row + lane / 4],
+                              params.plan.row_weight[virtual_row + lane / 4 + 8]};
+#pragma unroll
+    for (int32_t part = 0; part < 2; ++part) {
+      const int32_t column = head.n_tile * kGateUpCols + part * kStoreCols;
+      const auto z_of = [&](int32_t first, int32_t j, int32_t half) {
+        const int32_t n = first + 4 * (part * 8 + j) + 2 * half;
+        return ptx::pack_bf16(acc[n], acc[n + 1]);
+      };
+      if constexpr (kSaveZ) {
+        store.store(&params.z_store, column, 0, first_row, [&](int32_t j, int32_t half) { return z_of(0, j, half); });
+        store.store(&params.z_store, column, 1, first_row, [&](int32_t j, int32_t half) { return z_of(64, j, half); });
+      }
+      store.store(&params.act_store, column, first_row, 0, [&](int32_t j, int32_t half) {
+        // z rounded once, as backward will read it.
+        const uint32_t g = z_of(0, j, half);
+        const uint32_t u = z_of(64, j, half);
+        const float low = swiglu_approx(ptx::low_bf16(g), ptx::low_bf16(u), params.clamp_limit);
+        const float high = swiglu_approx(ptx::high_bf16(g), ptx::high_bf16(u), params.clamp_limit);
+        return ptx::pack_bf16(weights[half] * low, weights[half] * high);
+      });
+    }
+  }
+
+  __device__ __forceinline__ void finish_down(const TaskHead& head, int32_t row_in_block, TileStore& store,
+                                              float (&acc)[128]) const {
+    const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
+#pragma unroll
+    for (int32_t part = 0; part < kTileN / kStoreCols; ++part) {
+      store.store(&params.rows_store, head.n_tile * kTileN + part * kStoreCols, first_row, 0,
+                  [&](int32_t j, int32_t half) {
+                    const int32_t n = 4 * (part * 8 + j) + 2 * half;
+                    return ptx::pack_bf16(acc[n], acc[n + 1]);
+                  });
+    }
+  }
+};
+
+}  // namespace weft

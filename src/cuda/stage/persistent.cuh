@@ -1,0 +1,83 @@
+// The shape of a persistent kernel: which warp of which CTA takes which role.
+//
+//   warps   role        registers  waits for                             raises
+//   0       load        88         task_full, stage_empty                stage_full
+//   1       scheduler   88         rows_ready, mid_ready, task_empty     task_full (first CTA of the cluster only)
+//   2-3     comm        88         out_ready, arrived                    rows_ready; arrived (or the result is
+//   complete) 4-11    math        208        task_full, stage_full                 stage_empty; mid_ready, out_ready;
+//   then as comm
+#pragma once
+
+#include "cuda/stage/comm.cuh"
+#include "cuda/stage/load.cuh"
+#include "cuda/stage/math.cuh"
+
+namespace weft {
+
+inline constexpr int32_t kThreads = 384;
+inline constexpr size_t kSharedBytes = sizeof(SharedTile) + 1024;  // the base is aligned to 1024 by hand
+
+__device__ __forceinline__ void init_barriers(SharedTile& shared) {
+  for (int32_t stage = 0; stage < kStages; ++stage) {
+    ptx::mbarrier_init(&shared.stage_full[stage], 1);
+    ptx::mbarrier_init(&shared.stage_empty[stage], kClusterCtas * kMathWarps);
+  }
+  for (int32_t slot = 0; slot < kTaskSlots; ++slot) {
+    ptx::mbarrier_init(&shared.task_full[slot], 1);
+    ptx::mbarrier_init(&shared.task_empty[slot], kClusterCtas * kTaskReaders);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+template <class Operands, class Bodies>
+__device__ __forceinline__ void run_roles(const PersistentParams& params, const Operands& operands,
+                                          const Bodies& bodies, Direction direction, bool combine) {
+  // What the plan's launch found wrong reaches the host with this one. If it ended early there is nothing to run.
+  if (blockIdx.x == 0 && threadIdx.x == 0 && params.report->fault != PlanFault::kNone) {
+    *params.host_report = *params.report;
+  }
+  if (params.state->ready == 0) return;
+  extern __shared__ uint8_t raw_shared[];
+  auto& shared = *reinterpret_cast<SharedTile*>((reinterpret_cast<uintptr_t>(raw_shared) + 1023) / 1024 * 1024);
+  if (threadIdx.x == 0) init_barriers(shared);
+  ptx::cluster_sync();
+
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
+  if (warp < 4) {
+    ptx::give_registers<88>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) run_load(operands, shared, ptx::cluster_rank());
+    } else if (warp == 1) {
+      if (ptx::cluster_rank() == 0) run_scheduler(params, shared, direction);
+    } else {
+      run_comm<1, 8>(params, combine);
+    }
+  } else {
+    ptx::take_registers<208>();
+    run_math(shared, bodies, warp / 4 - 1);
+    run_comm<4, 8>(params, combine);
+  }
+  __syncwarp();
+  ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers
+}
+
+// Starts one CTA an SM in clusters of two.
+template <class Params>
+cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kClusterCtas, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(num_sms));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace weft
