@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+weft = pytest.importorskip("weft_moe", exc_type=ImportError)
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+from problem import ROUTES, Problem  # noqa: E402 - it needs weft_moe
 from ranks import run_ranks  # noqa: E402
-from test_forward import ROUTES, Problem, weft  # noqa: E402
 
 # Kernels of ranks in one process wait for one another, so no two may share a queue of the driver.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -309,15 +310,14 @@ def _refusal(_) -> None:
     ranks = Ranks([100, 200, 300], num_experts=12)
     expected = ranks.run(group)
 
-    def work(rank: int) -> Tensor:
-        if rank == 1:
-            ranks.run_rank(group[rank], rank, precision="fp32")
-        return ranks.run_rank(group[rank], rank)
-
-    outcomes = _in_threads(3, work)
-    _assert_raised(outcomes[1], RuntimeError, 'runs precision "bf16" today, not "fp32"')
+    good = ranks.topk_weights
+    ranks.topk_weights = (good[0], good[1].bfloat16(), good[2])
+    outcomes = _in_threads(3, lambda rank: ranks.run_rank(group[rank], rank))
+    words = "topk_weights has dtype torch.bfloat16, must be torch.float32"
+    _assert_raised(outcomes[1], ValueError, words)
     for rank in (0, 2):
-        _assert_raised(outcomes[rank], RuntimeError, "rank 1 refused forward: the CUDA backend")
+        _assert_raised(outcomes[rank], RuntimeError, f"rank 1 refused forward: weft: {words}")
+    ranks.topk_weights = good
     assert _same(ranks.run(group), expected)
 
     shifted = torch.empty(200 * 256 + 1, device="cuda").bfloat16()[1:].view(200, 256)
