@@ -13,6 +13,7 @@ inline constexpr int32_t kBlockRows = 128;  // rows of a pool block: the M of ev
 inline constexpr int32_t kTileCols = 128;   // columns of a tile: one scale group of blockwise fp8
 inline constexpr int32_t kMaxRanks = 64;    // a set of ranks fits one 64-bit mask
 inline constexpr int32_t kMaxTopK = 32;
+inline constexpr int32_t kMaxParts = 2;  // parts of the columns of a result, each combined when it is complete
 inline constexpr int32_t kMaskedRoute = -1;
 
 struct LayerShape {

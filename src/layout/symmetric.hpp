@@ -51,11 +51,11 @@ struct ControlBlock {
 };
 
 struct SymmetricFlags {
-  uint32_t* arrived;  // [max_tokens, slots_per_token] epoch in which the slot's partial row was written
+  uint32_t* arrived;  // [kMaxParts, max_tokens, slots_per_token] epoch in which the slot's partial row was written
 };
 
 WEFT_HD inline SymmetricFlags carve_symmetric_flags(Carver& carver, const LayerShape& shape) {
-  return {carver.take<uint32_t>(shape.max_tokens * shape.slots_per_token())};
+  return {carver.take<uint32_t>(kMaxParts * shape.max_tokens * shape.slots_per_token())};
 }
 
 // Element is the data dtype of the layer: what crosses the wire.

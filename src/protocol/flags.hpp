@@ -30,7 +30,7 @@ struct PassFlags {
   uint32_t* workers_done;   // [1]
   uint32_t* rows_ready;     // [capacity_blocks]
   uint32_t* mid_ready;      // [capacity_blocks]
-  uint32_t* out_ready;      // [capacity_blocks]
+  uint32_t* out_ready;      // [kMaxParts, capacity_blocks]
 };
 
 struct LocalFlags {
@@ -46,7 +46,7 @@ struct LocalFlags {
 WEFT_HD inline LocalFlags carve_local_flags(Carver& carver, const LayerShape& shape) {
   constexpr int64_t kCounters = 4;
   LocalFlags flags{};
-  flags.words_per_bank = kCounters + 3 * int64_t{shape.capacity_blocks};
+  flags.words_per_bank = kCounters + (2 + kMaxParts) * int64_t{shape.capacity_blocks};
   flags.words = carver.take<uint32_t>(kNumBanks * flags.words_per_bank + 1);
   if (flags.words == nullptr) return flags;  // measuring
   for (int32_t bank = 0; bank < kNumBanks; ++bank) {

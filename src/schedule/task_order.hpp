@@ -9,6 +9,8 @@
 // the dx traffic.
 //
 //   forward    gate_up(0) | gate_up(1) down(0) | gate_up(2) down(1) | ... | down(last)
+//              with two parts, down makes the first half of its columns there, and the second behind it all:
+//              ... | down(last)' | down(0)" | ... | down(last)"
 //   backward   down_dgrad(0) | down_dgrad(1) down_wgrad(0) | down_dgrad(2) down_wgrad(1) gate_up_dgrad(0)
 //              gate_up_wgrad(0) | ... | gate_up_wgrad(last third)
 //
@@ -61,9 +63,11 @@ struct CommTask {
   CommTaskKind kind;
   int32_t begin;  // kPull: pool rows; kCombine: positions of combine_order; kSumTokens: own tokens
   int32_t end;
+  int32_t part;  // of the columns
 };
 
-// The communication tasks of one pass, in ticket order.
+// The communication tasks of one pass, in ticket order: pulls, then combines and sums of one part of the columns after
+// another.
 struct CommOrder {
   static constexpr int32_t kCombineBatch = 2;  // entries
   static constexpr int32_t kSumBatch = 8;      // tokens
@@ -75,28 +79,35 @@ struct CommOrder {
   int32_t num_entries;
   int32_t num_own_tokens;
   bool combine;
+  int32_t num_parts;
 
   WEFT_HD int32_t num_pull_tasks() const { return ceil_div(num_rows, pull_rows); }
   WEFT_HD int32_t num_combine_tasks() const { return combine ? ceil_div(num_entries, kCombineBatch) : 0; }
   WEFT_HD int32_t num_sum_tasks() const { return combine ? ceil_div(num_own_tokens, kSumBatch) : 0; }
-  WEFT_HD int32_t num_tasks() const { return num_pull_tasks() + 1 + num_combine_tasks() + num_sum_tasks() + 1; }
+  WEFT_HD int32_t num_tasks() const {
+    return num_pull_tasks() + 1 + num_parts * (num_combine_tasks() + num_sum_tasks()) + 1;
+  }
 
   WEFT_HD CommTask task(int32_t ticket) const {
-    if (ticket < num_pull_tasks()) return batch(CommTaskKind::kPull, ticket, pull_rows, first_row, num_rows);
+    if (ticket < num_pull_tasks()) return batch(CommTaskKind::kPull, ticket, pull_rows, first_row, num_rows, 0);
     ticket -= num_pull_tasks();
-    if (ticket == 0) return {CommTaskKind::kPullsDone, 0, 0};
+    if (ticket == 0) return {CommTaskKind::kPullsDone, 0, 0, 0};
     ticket -= 1;
-    if (ticket < num_combine_tasks()) {
-      return batch(CommTaskKind::kCombine, ticket, kCombineBatch, first_entry, num_entries);
+    for (int32_t part = 0; part < num_parts; ++part) {
+      if (ticket < num_combine_tasks()) {
+        return batch(CommTaskKind::kCombine, ticket, kCombineBatch, first_entry, num_entries, part);
+      }
+      ticket -= num_combine_tasks();
+      if (ticket < num_sum_tasks()) return batch(CommTaskKind::kSumTokens, ticket, kSumBatch, 0, num_own_tokens, part);
+      ticket -= num_sum_tasks();
     }
-    ticket -= num_combine_tasks();
-    if (ticket < num_sum_tasks()) return batch(CommTaskKind::kSumTokens, ticket, kSumBatch, 0, num_own_tokens);
-    return {CommTaskKind::kDrain, 0, 0};
+    return {CommTaskKind::kDrain, 0, 0, 0};
   }
 
  private:
-  WEFT_HD static CommTask batch(CommTaskKind kind, int32_t index, int32_t size, int32_t first, int32_t count) {
-    return {kind, first + index * size, first + min_of((index + 1) * size, count)};
+  WEFT_HD static CommTask batch(CommTaskKind kind, int32_t index, int32_t size, int32_t first, int32_t count,
+                                int32_t part) {
+    return {kind, first + index * size, first + min_of((index + 1) * size, count), part};
   }
 };
 
@@ -107,14 +118,23 @@ struct BlockRange {  // virtual pool blocks
 };
 
 // How work is cut: columns of a tile of each kind (rows are kBlockRows always); whether a task is two tiles where it
-// can be; pool rows of a pull.
+// can be; pool rows of a pull; parts of the columns of o, of which the earlier ones are combined while the last is
+// made.
 struct Tiling {
   int32_t cols[kNumTaskKinds];
   bool pairs;
   int32_t pull_rows;
+  int32_t down_parts;
+
+  WEFT_HD int32_t parts(Direction direction) const { return direction == Direction::kForward ? down_parts : 1; }
 };
 inline constexpr Tiling kReferenceTiling{
-    {kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}, false, kBlockRows};
+    {kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}, false, kBlockRows, 1};
+
+// The first of `count` tiles that belongs to `part`.
+WEFT_HD constexpr int32_t part_begin(int32_t count, int32_t part, int32_t num_parts) {
+  return ceil_div(count * part, num_parts);
+}
 
 // Which results the call has to bring. Ranks agree on `combine`; the weight gradients are each rank's own affair.
 struct Work {
@@ -126,7 +146,7 @@ struct Work {
 inline constexpr Work kForwardWork{true, false, false, false};
 
 WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_own_tokens, bool combine,
-                                    int32_t pull_rows) {
+                                    int32_t pull_rows, int32_t num_parts) {
   const int32_t begin_block = pass * plan.shape.capacity_blocks;
   const int32_t end_block = min_of(plan.num_blocks(), begin_block + plan.shape.capacity_blocks);
   const int32_t first_entry = plan.pass_entry_begin[pass];
@@ -136,7 +156,8 @@ WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_
           first_entry,
           plan.pass_entry_begin[pass + 1] - first_entry,
           static_cast<int32_t>(num_own_tokens),
-          combine};
+          combine,
+          num_parts};
 }
 
 // The rows that a pull brings when it comes to pool row `row`, so that early blocks are soon complete and yet no row
@@ -209,7 +230,9 @@ class TaskOrder {
     return tasks;
   }
 
-  WEFT_HD CommOrder comm() const { return comm_order(plan_, pass_, num_own_tokens_, work_.combine, tiling_.pull_rows); }
+  WEFT_HD CommOrder comm() const {
+    return comm_order(plan_, pass_, num_own_tokens_, work_.combine, tiling_.pull_rows, tiling_.parts(direction_));
+  }
 
   // The expert's blocks in this pass.
   WEFT_HD BlockRange blocks(int32_t local_expert) const {
@@ -262,16 +285,21 @@ class TaskOrder {
   struct Stage {
     TaskKind kind;
     int32_t group;  // outside [0, num_groups): the stage is empty
+    int32_t part = 0;
   };
 
   WEFT_HD int32_t num_steps() const {
-    return direction_ == Direction::kForward ? num_groups_ + 1 : num_groups_ + 2 + num_wgrad_tail_;
+    return direction_ == Direction::kForward ? num_groups_ * tiling_.down_parts + 1 : num_groups_ + 2 + num_wgrad_tail_;
   }
   WEFT_HD Stage stage_at(int32_t stage) const {
     const int32_t step = stage / kStagesPerStep;
     const int32_t slot = stage % kStagesPerStep;
     constexpr Stage kEmpty{TaskKind::kGateUp, -1};
     if (direction_ == Direction::kForward) {
+      const int32_t behind = step - num_groups_ - 1;  // of the parts after the first
+      if (behind >= 0) {
+        return slot == 0 ? Stage{TaskKind::kDown, behind % num_groups_, 1 + behind / num_groups_} : kEmpty;
+      }
       if (slot == 0) return {TaskKind::kGateUp, step};
       return slot == 1 ? Stage{TaskKind::kDown, step - 1} : kEmpty;
     }
@@ -303,6 +331,11 @@ class TaskOrder {
         return true;
     }
   }
+  WEFT_HD int32_t n_begin(const Stage& stage) const { return part_n_begin(stage.kind, stage.part); }
+  WEFT_HD int32_t n_end(const Stage& stage) const { return part_n_begin(stage.kind, stage.part + 1); }
+  WEFT_HD int32_t part_n_begin(TaskKind kind, int32_t part) const {
+    return part_begin(num_n_tiles(kind), part, kind == TaskKind::kDown ? tiling_.down_parts : 1);
+  }
   WEFT_HD int32_t num_m_tiles(TaskKind kind, int32_t local_expert) const {
     if (!is_wgrad(kind)) return blocks(local_expert).size();
     return makes_wgrad(local_expert) ? wgrad_m_tiles(kind) : 0;
@@ -317,7 +350,7 @@ class TaskOrder {
     if (stage.group < 0 || stage.group >= num_groups_ || !wanted(stage.kind)) return 0;
     int32_t tasks = 0;
     const BlockRange experts = experts_of(stage.group);
-    const int32_t n_tiles = num_n_tiles(stage.kind);
+    const int32_t n_tiles = n_end(stage) - n_begin(stage);
     for (int32_t expert = experts.begin; expert < experts.end; ++expert) {
       tasks += tasks_of_grid(num_m_tiles(stage.kind, expert), n_tiles);
     }
@@ -329,20 +362,22 @@ class TaskOrder {
   }
   // m runs fastest inside an expert: neighbours in the order share the weight tile.
   WEFT_HD MatrixTask task_in_stage(const Stage& stage, int32_t index) const {
-    const int32_t n_tiles = num_n_tiles(stage.kind);
+    const int32_t first_n = n_begin(stage);
+    const int32_t n_tiles = n_end(stage) - first_n;
     for (int32_t expert = experts_of(stage.group).begin;; ++expert) {
       const int32_t m_tiles = num_m_tiles(stage.kind, expert);
       const int32_t tasks = tasks_of_grid(m_tiles, n_tiles);
       if (index < tasks) {
         const int32_t first = is_wgrad(stage.kind) ? 0 : blocks(expert).begin;
-        if (!tiling_.pairs) return {stage.kind, TilePair::kNone, expert, first + index % m_tiles, index / m_tiles};
+        if (!tiling_.pairs)
+          return {stage.kind, TilePair::kNone, expert, first + index % m_tiles, first_n + index / m_tiles};
         const int32_t m_pairs = m_tiles / 2;
         if (index < m_pairs * n_tiles) {
-          return {stage.kind, TilePair::kRows, expert, first + index % m_pairs * 2, index / m_pairs};
+          return {stage.kind, TilePair::kRows, expert, first + index % m_pairs * 2, first_n + index / m_pairs};
         }
         const int32_t n_tile = (index - m_pairs * n_tiles) * 2;
         const TilePair pair = n_tile + 1 < n_tiles ? TilePair::kCols : TilePair::kNone;
-        return {stage.kind, pair, expert, first + m_tiles - 1, n_tile};
+        return {stage.kind, pair, expert, first + m_tiles - 1, first_n + n_tile};
       }
       index -= tasks;
     }

@@ -113,9 +113,9 @@ struct DeviceRank {
   cudaStream_t stream = nullptr;
 };
 
-constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, false, 8}};
+constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, false, 8, 2}};
 constexpr TaskChoice kBackwardTasks{
-    Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, 8}};
+    Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, 8, 2}};
 
 class DeviceGroup {
  public:

@@ -179,7 +179,9 @@ class ToyLayer {
       for (int32_t block = 0; block < shape().capacity_blocks; ++block) {
         add(&flags.rows_ready[block], "rows_ready", FlagKind::kRowsReady, block);
         add(&flags.mid_ready[block], "mid_ready", FlagKind::kMidReady, block);
-        add(&flags.out_ready[block], "out_ready", FlagKind::kOutReady, block);
+      }
+      for (int32_t flag = 0; flag < kMaxParts * shape().capacity_blocks; ++flag) {
+        add(&flags.out_ready[flag], "out_ready", FlagKind::kOutReady, flag);
       }
     }
     machine().add_flag(self.flags.pass_open, "pass_open", rank, FlagKind::kPassOpen);

@@ -59,7 +59,7 @@ std::vector<Extent> carve_all(Carver& carver, const LayerShape& shape) {
       extent("dy", data.dy, values),
       extent("partial", data.partial, values * shape.slots_per_token()),
       extent("dtopk_weights", data.dtopk_weights, routes),
-      extent("arrived", arrived.arrived, shape.max_tokens * shape.slots_per_token()),
+      extent("arrived", arrived.arrived, kMaxParts * shape.max_tokens * shape.slots_per_token()),
       extent("local flags", flags.words, kNumBanks * flags.words_per_bank + 1),
   };
 }
@@ -151,7 +151,7 @@ TEST(Layout, BanksOfLocalFlagsCoverTheirWordsOnce) {
     for (int32_t block = 0; block < shape.capacity_blocks; ++block) {
       ++bank.rows_ready[block];
       ++bank.mid_ready[block];
-      ++bank.out_ready[block];
+      for (int32_t part = 0; part < kMaxParts; ++part) ++bank.out_ready[part * shape.capacity_blocks + block];
     }
     const int64_t begin = flags.bank_words(pass) - flags.words;
     for (int64_t word = 0; word < kNumBanks * flags.words_per_bank; ++word) {

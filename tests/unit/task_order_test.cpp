@@ -24,7 +24,7 @@ using cases::Routing;
 
 constexpr int64_t kHidden = 384;
 constexpr int64_t kIntermediate = 256;
-constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, 8};
+constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, 8, 2};
 
 // One way of calling the layer.
 struct CallShape {
@@ -242,33 +242,38 @@ TEST(TaskOrder, StraddlingExpertsBeginAndEndOnce) {
 
 TEST(TaskOrder, CommunicationCoversEntriesAndTokensOnceAndInOrder) {
   for_each_order([](const TaskOrder& order, const CallShape& call) {
-    std::map<CommTaskKind, int32_t> next;
+    using Turn = std::pair<int32_t, CommTaskKind>;  // part, kind
     const Plan& plan = order.plan();
-    const int32_t first_entry = plan.pass_entry_begin[order.pass()];
     const CommOrder comm = order.comm();
-    next[CommTaskKind::kPull] = comm.first_row;
-    next[CommTaskKind::kCombine] = first_entry;
-    CommTaskKind previous = CommTaskKind::kPull;
-    for (int32_t ticket = 0; ticket < order.comm().num_tasks(); ++ticket) {
-      const CommTask task = order.comm().task(ticket);
-      ASSERT_GE(task.kind, previous) << "task " << ticket;
-      previous = task.kind;
+    const int32_t first_entry = plan.pass_entry_begin[order.pass()];
+    const int32_t end_entry = plan.pass_entry_begin[order.pass() + 1];
+    std::map<Turn, int32_t> next;
+    next[{0, CommTaskKind::kPull}] = comm.first_row;
+    for (int32_t part = 0; part < comm.num_parts; ++part) next[{part, CommTaskKind::kCombine}] = first_entry;
+    Turn previous{0, CommTaskKind::kPull};
+    for (int32_t ticket = 0; ticket < comm.num_tasks(); ++ticket) {
+      const CommTask task = comm.task(ticket);
+      const Turn turn{task.kind == CommTaskKind::kDrain ? comm.num_parts - 1 : task.part, task.kind};
+      ASSERT_GE(turn, previous) << "task " << ticket;
+      previous = turn;
       if (task.kind == CommTaskKind::kPullsDone || task.kind == CommTaskKind::kDrain) {
-        ASSERT_EQ(next[task.kind]++, 0);
+        ASSERT_EQ(next[turn]++, 0);
         continue;
       }
-      ASSERT_EQ(task.begin, next[task.kind]) << "task " << ticket;
+      ASSERT_EQ(task.begin, next[turn]) << "task " << ticket;
       ASSERT_GT(task.end, task.begin);
       ASSERT_LE(task.end - task.begin, task.kind == CommTaskKind::kPull
                                            ? comm.pull_rows
                                            : std::max(CommOrder::kCombineBatch, CommOrder::kSumBatch));
-      next[task.kind] = task.end;
+      next[turn] = task.end;
     }
-    const int32_t end_entry = plan.pass_entry_begin[order.pass() + 1];
-    ASSERT_EQ(next[CommTaskKind::kPull], comm.first_row + comm.num_rows);
-    ASSERT_EQ(next[CommTaskKind::kCombine], call.work.combine ? end_entry : first_entry);
-    ASSERT_EQ(next[CommTaskKind::kPullsDone], 1);
-    ASSERT_EQ(next[CommTaskKind::kDrain], 1);
+    ASSERT_EQ((next[{0, CommTaskKind::kPull}]), comm.first_row + comm.num_rows);
+    ASSERT_EQ((next[{0, CommTaskKind::kPullsDone}]), 1);
+    ASSERT_EQ((next[{comm.num_parts - 1, CommTaskKind::kDrain}]), 1);
+    for (int32_t part = 0; part < comm.num_parts; ++part) {
+      ASSERT_EQ((next[{part, CommTaskKind::kCombine}]), call.work.combine ? end_entry : first_entry);
+      ASSERT_EQ((next[{part, CommTaskKind::kSumTokens}]), call.work.combine ? comm.num_own_tokens : 0);
+    }
   });
 }
 

@@ -27,6 +27,14 @@ void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t strea
   require(status == cudaSuccess, WEFT_INTERNAL, "the staging kernel did not start: ", cudaGetErrorString(status));
 }
 
+void load_forward() {
+  cudaFuncAttributes attributes{};
+  for (const auto kernel : {forward_kernel<false>, forward_kernel<true>}) {
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    require(status == cudaSuccess, WEFT_INTERNAL, "cannot load the forward kernel: ", cudaGetErrorString(status));
+  }
+}
+
 void launch_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream) {
   const cudaError_t status =
       launch_persistent(save_z ? forward_kernel<true> : forward_kernel<false>, params, num_sms, stream);

@@ -79,9 +79,10 @@ struct Workspace {
   Plan plan;
   PlanScratch scratch;
   TaskTable table;
-  Bf16* x;     // [capacity, H]
-  Bf16* act;   // [capacity, I] a' = w silu(g) u
-  Bf16* rows;  // [capacity, H] o
+  Bf16* x;           // [capacity, H]
+  Bf16* act;         // [capacity, I] a' = w silu(g) u
+  Bf16* rows;        // [capacity, H] o
+  float* token_sum;  // [max_tokens, H] of own tokens, between passes; several ranks only
 };
 
 Workspace carve_workspace(Carver& carver, const LayerShape& shape) {
@@ -93,6 +94,7 @@ Workspace carve_workspace(Carver& carver, const LayerShape& shape) {
   workspace.x = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
   workspace.act = carver.take<Bf16>(shape.capacity_rows() * shape.intermediate);
   workspace.rows = carver.take<Bf16>(shape.capacity_rows() * shape.hidden);
+  workspace.token_sum = carver.take<float>(shape.max_passes() > 1 ? shape.max_tokens * shape.hidden : 0);
   return workspace;
 }
 
@@ -218,6 +220,7 @@ class CudaLayer final : public BackendLayer {
     staged_ = make_event();
     done_ = make_event();
     load_plan();
+    load_forward();
   }
 
   void join(void* caller_stream) override {
@@ -386,6 +389,7 @@ class CudaLayer final : public BackendLayer {
     params.num_pulls = 1;
     params.rows = workspace.rows;
     params.result = static_cast<Bf16*>(args.y);
+    params.token_sum = workspace.token_sum;
     std::copy_n(peers.partial, kMaxRanks, params.partial);
     std::copy_n(peers.arrived, kMaxRanks, params.arrived);
     params.clamp_limit = static_cast<float>(options_.clamp_limit);
@@ -422,12 +426,10 @@ std::string cuda_unsupported(const CudaOptions& options) {
     return words("the CUDA backend runs precision \"bf16\" today, not \"", options.recipe->name,
                  "\"; use device \"cpu\"");
   }
-  if (options.shape.ep_size != 1) {
-    return words("the CUDA backend runs one rank today (ep_size 1, got ", options.shape.ep_size,
-                 "); use device \"cpu\"");
-  }
-  if (options.shape.max_passes() != 1) {
-    return "the CUDA backend works in one pass today; leave capacity_rows at 0";
+  if (options.shape.ep_size == 1 && options.shape.max_passes() != 1) {
+    return words(
+        "capacity_rows is ", options.shape.capacity_rows(),
+        "; on one rank the CUDA backend works in one pass: ", "leave capacity_rows at 0, which fits any routing");
   }
   return "";
 }

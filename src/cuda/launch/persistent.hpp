@@ -15,7 +15,7 @@
 namespace weft {
 
 // Columns of a tile: a gate_up tile is 128 columns of g and the same 128 of u in one accumulator.
-inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, 8};
+inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, 8, 2};
 
 // Row of the physical pool, in 32 bits, as a tensor map counts.
 WEFT_HD inline int32_t pool_row(const Plan& plan, int32_t virtual_row) {
@@ -43,6 +43,7 @@ struct PersistentParams {
   Bf16* result;                  // [T, H] y or dx
   Bf16* partial[kMaxRanks];      // more than one rank: partial rows, [max_tokens, slots, H] on the tokens' owners
   uint32_t* arrived[kMaxRanks];  // and their flags
+  float* token_sum;              // [max_tokens, H] sums of own tokens between passes
 
   ControlBlock* controls[kMaxRanks];
   PlanReport* report;       // what went wrong first, in device memory

@@ -18,25 +18,38 @@ __device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& row) {
   }
 }
 
+// A run of a row's 16-byte pieces: what one part of the columns is.
+struct ChunkRange {
+  uint32_t begin;
+  uint32_t end;
+};
+__device__ __forceinline__ ChunkRange chunks_of_part(const LayerShape& shape, int32_t part, int32_t num_parts) {
+  constexpr uint32_t kTileChunks = kTileN / 8;
+  const auto begin = static_cast<uint32_t>(part_begin_tile(shape, part, num_parts));
+  const auto end = static_cast<uint32_t>(part_begin_tile(shape, part + 1, num_parts));
+  return {begin * kTileChunks, min_of(end * kTileChunks, static_cast<uint32_t>(shape.hidden / 8))};
+}
+
 // One warp writes the sum of `num_rows` rows of `base` to `target` [H]; lane n knows where row n begins, in pieces of
 // 16 bytes (counted in 32 bits: 64 GiB). kChunks pieces a lane of kRowsAtOnce rows are in flight.
 template <int32_t kChunks, int32_t kRowsAtOnce>
-__device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, int32_t num_rows, uint32_t row_chunks,
-                                         Bf16* target) {
+__device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, int32_t num_rows,
+                                         const ChunkRange& range, Bf16* target) {
   const auto* chunks = reinterpret_cast<const uint4*>(base);
   auto* sum_chunks = reinterpret_cast<uint4*>(target);
+  const uint32_t lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (uint32_t first = threadIdx.x % 32; first / 32 * 32 < row_chunks; first += kChunks * 32) {
+  for (uint32_t first = range.begin; first < range.end; first += kChunks * 32) {
     float sums[kChunks][8] = {};
 #pragma unroll 1
     for (int32_t n = 0; n < num_rows; n += kRowsAtOnce) {
       uint4 values[kRowsAtOnce][kChunks];
 #pragma unroll
       for (int32_t r = 0; r < kRowsAtOnce; ++r) {
-        const uint32_t begin = __shfl_sync(~0U, row_begin, n + r) + first;
+        const uint32_t begin = __shfl_sync(~0U, row_begin, n + r) + first + lane;
 #pragma unroll
         for (int32_t c = 0; c < kChunks; ++c) {
-          const bool present = n + r < num_rows && first + c * 32 < row_chunks;
+          const bool present = n + r < num_rows && first + lane + c * 32 < range.end;
           values[r][c] = present ? ptx::load_16(chunks + begin + c * 32) : uint4{};
         }
       }
@@ -48,8 +61,8 @@ __device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, i
     }
 #pragma unroll
     for (int32_t c = 0; c < kChunks; ++c) {
-      if (first + c * 32 >= row_chunks) continue;
-      ptx::store_16(sum_chunks + first + c * 32,
+      if (first + lane + c * 32 >= range.end) continue;
+      ptx::store_16(sum_chunks + first + lane + c * 32,
                     uint4{ptx::pack_bf16(sums[c][0], sums[c][1]), ptx::pack_bf16(sums[c][2], sums[c][3]),
                           ptx::pack_bf16(sums[c][4], sums[c][5]), ptx::pack_bf16(sums[c][6], sums[c][7])});
     }
@@ -57,68 +70,138 @@ __device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, i
   __syncwarp();
 }
 
+// What a communication warp works on: one pass.
+struct CommPass {
+  const PersistentParams& params;
+  const PassFlags& flags;
+  uint32_t epoch;
+  int32_t pass;
+  int32_t num_parts;
+};
+
 // Whole warp; false after a stall.
 template <int32_t kChunks, int32_t kRowsAtOnce>
-__device__ __forceinline__ bool combine_entry(const PersistentParams& params, const Entry& entry, int32_t ticket) {
+__device__ __forceinline__ bool combine_entry(const CommPass& comm, const Entry& entry, int32_t part, int32_t ticket) {
+  const PersistentParams& params = comm.params;
   const Plan& plan = params.plan;
   const LayerShape& shape = plan.shape;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const auto row_chunks = static_cast<uint32_t>(shape.hidden / 8);
   uint32_t row_begin = 0;
   bool ready = true;
   if (lane < entry.num_rows) {
     const int32_t row = pool_row(plan, plan.fan_rows[entry.fan_begin + lane]);
-    row_begin = static_cast<uint32_t>(row) * row_chunks;
-    const int32_t block = row / kBlockRows;
-    ready = wait_counter(params, &params.flags.banks[0].out_ready[block], out_target(shape),
-                         {WaitTask::kCombine, ticket, FlagKind::kOutReady, block, -1});
+    row_begin = static_cast<uint32_t>(row) * static_cast<uint32_t>(shape.hidden / 8);
+    const int32_t flag = part * shape.capacity_blocks + row / kBlockRows;
+    ready = wait_counter(params, &comm.flags.out_ready[flag], out_target(shape, part, comm.num_parts),
+                         {WaitTask::kCombine, ticket, FlagKind::kOutReady, flag, -1});
   }
   if (!__all_sync(~0U, ready)) return false;
   const int64_t slot = int64_t{entry.token} * shape.slots_per_token() + entry.slot;
   const bool is_alone = shape.ep_size == 1;
   Bf16* target = is_alone ? params.result + int64_t{entry.token} * shape.hidden
                           : params.partial[entry.source] + slot * shape.hidden;
-  sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows, row_chunks, target);
-  if (!is_alone && lane == 0) ptx::st_release_sys(&params.arrived[entry.source][slot], params.state->epoch);
+  sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows, chunks_of_part(shape, part, comm.num_parts),
+                                 target);
+  if (!is_alone && lane == 0) {
+    const int64_t first_flag = part * shape.max_tokens * shape.slots_per_token();
+    ptx::st_release_sys(&params.arrived[entry.source][first_flag + slot], comm.epoch);
+  }
   return true;
 }
 
-// A token of this rank from its partial rows, which its experts' ranks have pushed. Whole warp; false after a stall.
+// Adds up `num_slots` rows in order, after what earlier passes have left in `carried`; writes the sum to `carried` or,
+// if it is complete, to `target`.
+__device__ __forceinline__ void carry_sum(const Bf16* slots, uint32_t slot_begin, int32_t num_slots,
+                                          uint32_t row_chunks, const ChunkRange& range, float* carried, bool opens,
+                                          bool completes, Bf16* target) {
+  const auto* chunks = reinterpret_cast<const uint4*>(slots);
+#pragma unroll 1
+  for (uint32_t first = range.begin; first < range.end; first += 32) {
+    const uint32_t chunk = first + threadIdx.x % 32;
+    const bool present = chunk < range.end;
+    float sums[8] = {};
+    if (present && !opens) {
+#pragma unroll
+      for (int32_t n = 0; n < 8; ++n) sums[n] = carried[chunk * 8 + n];
+    }
+#pragma unroll 1
+    for (int32_t n = 0; n < num_slots; ++n) {
+      const uint32_t begin = __shfl_sync(~0U, slot_begin, n) * row_chunks;
+      if (present) add_bf16x8(sums, ptx::load_16(chunks + begin + chunk));
+    }
+    if (present && completes) {
+      ptx::store_16(reinterpret_cast<uint4*>(target) + chunk,
+                    uint4{ptx::pack_bf16(sums[0], sums[1]), ptx::pack_bf16(sums[2], sums[3]),
+                          ptx::pack_bf16(sums[4], sums[5]), ptx::pack_bf16(sums[6], sums[7])});
+    } else if (present) {
+#pragma unroll
+      for (int32_t n = 0; n < 8; ++n) carried[chunk * 8 + n] = sums[n];
+    }
+  }
+  __syncwarp();
+}
+
+// A token of this rank from the partial rows that its experts' ranks have pushed in this pass. Whole warp; false after
+// a stall.
 template <int32_t kChunks, int32_t kRowsAtOnce>
-__device__ __forceinline__ bool sum_token(const PersistentParams& params, int32_t token, int32_t ticket) {
+__device__ __forceinline__ bool sum_token(const CommPass& comm, int32_t token, int32_t part, int32_t ticket) {
+  const PersistentParams& params = comm.params;
   const Plan& plan = params.plan;
   const LayerShape& shape = plan.shape;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const int32_t* experts = params.topk_idx + plan.route_offset(shape.ep_rank, token);
+  const int64_t first_route = plan.route_offset(shape.ep_rank, token);
+  const int32_t* experts = params.topk_idx + first_route;
   const uint64_t ranks = ranks_of_token(shape, experts);
+  const bool opens = comm.pass == 0;
+  const bool completes = comm.pass + 1 == *plan.num_passes;
+  const bool one_pass = opens && completes;
+  const uint64_t senders =
+      one_pass ? ranks : ranks_of_token_in_pass(plan, experts, plan.route_row + first_route, comm.pass);
+  // Between the first pass, which opens the sum, and the last, which writes it, most tokens have nothing to add.
+  if (senders == 0 && !opens && !completes) return true;
   const int64_t first_slot = int64_t{token} * shape.slots_per_token();
+  const int64_t first_flag = part * shape.max_tokens * shape.slots_per_token() + first_slot;
   bool ready = true;
-  for (int32_t peer = lane; peer < shape.ep_size && ready; peer += 32) {
-    if ((ranks >> peer & 1) == 0) continue;
-    const int64_t slot = first_slot + slot_of_rank(ranks, peer);
-    ready = wait_counter<Scope::kSystem>(params, &params.arrived[shape.ep_rank][slot], params.state->epoch,
-                                         {WaitTask::kSumTokens, ticket, FlagKind::kArrived, slot, peer});
+  int32_t num_slots = 0;
+  uint32_t own_slot = 0;  // lane n has the n-th sender's
+#pragma unroll 1
+  for (int32_t peer = 0; peer < shape.ep_size; ++peer) {
+    if ((senders >> peer & 1) == 0) continue;
+    if (lane == num_slots) {
+      own_slot = static_cast<uint32_t>(slot_of_rank(ranks, peer));
+      ready =
+          wait_counter<Scope::kSystem>(params, &params.arrived[shape.ep_rank][first_flag + own_slot], comm.epoch,
+                                       {WaitTask::kSumTokens, ticket, FlagKind::kArrived, first_slot + own_slot, peer});
+    }
+    ++num_slots;
   }
   if (!__all_sync(~0U, ready)) return false;
   const auto row_chunks = static_cast<uint32_t>(shape.hidden / 8);
-  sum_rows<kChunks, kRowsAtOnce>(params.partial[shape.ep_rank] + first_slot * shape.hidden,
-                                 static_cast<uint32_t>(lane) * row_chunks, __popcll(ranks), row_chunks,
-                                 params.result + int64_t{token} * shape.hidden);
+  const ChunkRange range = chunks_of_part(shape, part, comm.num_parts);
+  const Bf16* slots = params.partial[shape.ep_rank] + first_slot * shape.hidden;
+  Bf16* target = params.result + int64_t{token} * shape.hidden;
+  if (one_pass) {
+    sum_rows<kChunks, kRowsAtOnce>(slots, own_slot * row_chunks, num_slots, range, target);
+  } else {
+    carry_sum(slots, own_slot, num_slots, row_chunks, range, params.token_sum + int64_t{token} * shape.hidden, opens,
+              completes, target);
+  }
   return true;
 }
 
 // With one rank, tokens without a valid route are in no entry: their sum of nothing is written here, a token a lane.
 __device__ __forceinline__ void zero_masked_tokens(const PersistentParams& params, int32_t begin, int32_t end) {
   const Plan& plan = params.plan;
-  const int64_t hidden = plan.shape.hidden;
+  const auto row_chunks = static_cast<uint32_t>(plan.shape.hidden / 8);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   bool masked = begin + lane < end;
   for (int32_t k = 0; k < plan.shape.top_k && masked; ++k) {
     masked = plan.route_row[plan.route_offset(0, begin + lane) + k] < 0;
   }
   for (uint32_t lanes = __ballot_sync(~0U, masked); lanes != 0; lanes &= lanes - 1) {
-    Bf16* row = params.result + (begin + __ffs(static_cast<int32_t>(lanes)) - 1) * hidden;
-    for (int64_t column = lane * 8; column < hidden; column += 256) ptx::store_16(row + column, uint4{});
+    const int64_t token = begin + __ffs(static_cast<int32_t>(lanes)) - 1;
+    auto* row = reinterpret_cast<uint4*>(params.result + token * plan.shape.hidden);
+    for (uint32_t chunk = threadIdx.x % 32; chunk < row_chunks; chunk += 32) ptx::store_16(row + chunk, uint4{});
   }
 }
 

@@ -1,33 +1,44 @@
 // Communication: warps of every CTA take the tickets of CommOrder - pulls first, then combines in the order in which
-// entries complete, then sums of own tokens - and math warps join in when their tiles are done.
+// entries complete and sums of own tokens - and math warps join in when their tiles are done. One warp of the rank
+// leads: it opens the next pass.
 #pragma once
 
 #include "cuda/stage/combine.cuh"
 #include "cuda/stage/dispatch.cuh"
+#include "protocol/rank_barrier.hpp"
 
 namespace weft {
 
+inline constexpr int32_t kCommWarps = 2;  // a CTA
+
+__device__ __forceinline__ CommOrder own_comm_order(const PersistentParams& params, Direction direction, int32_t pass,
+                                                    bool combine) {
+  return comm_order(params.plan, pass, params.state->num_own_tokens, combine, kHopperTiling.pull_rows,
+                    direction == Direction::kForward ? kHopperTiling.down_parts : 1);
+}
+
 // By one thread, when the rank has pulled all it needs: peers may then overwrite what they staged.
-__device__ __forceinline__ bool announce_pulls_done(const PersistentParams& params, const CommOrder& order,
-                                                    int32_t ticket) {
+__device__ __forceinline__ bool announce_pulls_done(const CommPass& comm, const CommOrder& order, int32_t ticket) {
+  const PersistentParams& params = comm.params;
   const LayerShape& shape = params.plan.shape;
-  if (!wait_counter(params, params.flags.banks[0].pulled, static_cast<uint32_t>(order.num_pull_tasks()),
+  if (!wait_counter(params, comm.flags.pulled, static_cast<uint32_t>(order.num_pull_tasks()),
                     {WaitTask::kPullsDone, ticket, FlagKind::kPulled, -1, -1})) {
     return false;
   }
 #pragma unroll 1
   for (int32_t peer = 0; peer < shape.ep_size; ++peer) {
-    ptx::st_release_sys(&params.controls[peer]->pulls_done[shape.ep_rank], params.state->epoch);
+    ptx::st_release_sys(&params.controls[peer]->pulls_done[shape.ep_rank], comm.epoch);
   }
   return true;
 }
 
 // By one thread: until every peer has pulled what it needs from here.
-__device__ __forceinline__ bool drain(const PersistentParams& params, int32_t ticket) {
+__device__ __forceinline__ bool drain(const CommPass& comm, int32_t ticket) {
+  const PersistentParams& params = comm.params;
   const LayerShape& shape = params.plan.shape;
 #pragma unroll 1
   for (int32_t peer = 0; peer < shape.ep_size; ++peer) {
-    if (!wait_counter<Scope::kSystem>(params, &params.controls[shape.ep_rank]->pulls_done[peer], params.state->epoch,
+    if (!wait_counter<Scope::kSystem>(params, &params.controls[shape.ep_rank]->pulls_done[peer], comm.epoch,
                                       {WaitTask::kDrain, ticket, FlagKind::kPullsDone, -1, peer})) {
       return false;
     }
@@ -35,42 +46,94 @@ __device__ __forceinline__ bool drain(const PersistentParams& params, int32_t ti
   return true;
 }
 
-// kChunks, kRowsAtOnce: what a sum has in flight. kPulls: whether this warp takes part from the beginning.
+// One warp, for the tickets of one pass that are left. False after a stall. kChunks, kRowsAtOnce: what a sum has in
+// flight.
 template <int32_t kChunks, int32_t kRowsAtOnce>
-__device__ __forceinline__ void run_comm(const PersistentParams& params, bool combine) {
+__device__ __forceinline__ bool run_comm(const PersistentParams& params, const CommOrder& order, int32_t pass) {
   const Plan& plan = params.plan;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const bool is_alone = plan.shape.ep_size == 1;
-  const PassFlags& flags = params.flags.banks[0];
-  const CommOrder order = comm_order(plan, 0, params.state->num_own_tokens, combine, kHopperTiling.pull_rows);
+  const CommPass comm{params, params.flags.banks[pass % kNumBanks], params.state->epoch + static_cast<uint32_t>(pass),
+                      pass, order.num_parts};
 #pragma unroll 1
   for (;;) {
     uint32_t claimed = 0;
-    if (lane == 0) claimed = ptx::atom_add_relaxed_gpu(flags.comm_ticket, 1);
+    if (lane == 0) claimed = ptx::atom_add_relaxed_gpu(comm.flags.comm_ticket, 1);
     const auto ticket = static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
-    if (ticket >= order.num_tasks()) return;
+    if (ticket >= order.num_tasks()) return true;
     const CommTask task = order.task(ticket);
     bool done = true;
     if (task.kind == CommTaskKind::kPull) {
-      pull_rows(params, task.begin, task.end);
-      if (!is_alone && lane == 0) ptx::red_add_release_gpu(flags.pulled, 1);
+      pull_rows(params, comm.flags, task.begin, task.end);
+      if (!is_alone && lane == 0) ptx::red_add_release_gpu(comm.flags.pulled, 1);
     } else if (task.kind == CommTaskKind::kCombine) {
+#pragma unroll 1
       for (int32_t position = task.begin; position < task.end && done; ++position) {
-        done = combine_entry<kChunks, kRowsAtOnce>(params, plan.entries[plan.combine_order[position]], ticket);
+        const Entry& entry = plan.entries[plan.combine_order[position]];
+        done = combine_entry<kChunks, kRowsAtOnce>(comm, entry, task.part, ticket);
       }
     } else if (task.kind == CommTaskKind::kSumTokens) {
-      if (is_alone) zero_masked_tokens(params, task.begin, task.end);
+      if (is_alone && task.part == 0) zero_masked_tokens(params, task.begin, task.end);
+#pragma unroll 1
       for (int32_t token = task.begin; !is_alone && token < task.end && done; ++token) {
-        done = sum_token<kChunks, kRowsAtOnce>(params, token, ticket);
+        done = sum_token<kChunks, kRowsAtOnce>(comm, token, task.part, ticket);
       }
     } else if (!is_alone) {
       if (lane == 0) {
-        done =
-            task.kind == CommTaskKind::kPullsDone ? announce_pulls_done(params, order, ticket) : drain(params, ticket);
+        done = task.kind == CommTaskKind::kPullsDone ? announce_pulls_done(comm, order, ticket) : drain(comm, ticket);
       }
       done = __shfl_sync(~0U, done, 0);
     }
-    if (!done) return;
+    if (!done) return false;
+  }
+}
+
+// By one thread, the leader of the rank: opens pass `pass` > 0 when every communication warp of the rank has left the
+// one before and all ranks have come as far, so that slots of partial rows and the pool may be written again.
+__device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
+  const LayerShape& shape = params.plan.shape;
+  const uint32_t epoch = params.state->epoch + static_cast<uint32_t>(pass);
+  const PassFlags& left = params.flags.banks[(pass - 1) % kNumBanks];
+  if (!wait_counter(params, left.workers_done, kCommWarps * gridDim.x,
+                    {WaitTask::kLeavePass, pass - 1, FlagKind::kWorkersDone, -1, -1})) {
+    return false;
+  }
+  const uint64_t word = (uint64_t{epoch} << 32) | encode_call({CallKind::kNextPass, 0});
+#pragma unroll 1
+  for (int32_t peer = 0; peer < shape.ep_size; ++peer) {
+    ptx::st_release_sys(&params.controls[peer]->entry[epoch % kNumBanks][shape.ep_rank], word);
+  }
+#pragma unroll 1
+  for (int32_t peer = 0; peer < shape.ep_size; ++peer) {
+    const auto* entry =
+        reinterpret_cast<const uint32_t*>(&params.controls[shape.ep_rank]->entry[epoch % kNumBanks][peer]);
+    if (!wait_counter<Scope::kSystem>(params, entry + 1, epoch,
+                                      {WaitTask::kEnterPass, pass, FlagKind::kEntry, -1, peer})) {
+      return false;
+    }
+  }
+  // The bank of the pass served the one before last, which everybody has left.
+  uint32_t* words = params.flags.words + (pass % kNumBanks) * params.flags.words_per_bank;
+#pragma unroll 1
+  for (int64_t n = 0; pass >= kNumBanks && n < params.flags.words_per_bank; ++n) words[n] = 0;
+  ptx::st_release_gpu(params.flags.pass_open, static_cast<uint32_t>(pass));
+  return true;
+}
+
+// One communication warp, all passes.
+__device__ __forceinline__ void run_comm_passes(const PersistentParams& params, Direction direction, bool combine,
+                                                bool leads) {
+  const int32_t num_passes = *params.plan.num_passes;
+  const bool first_lane = threadIdx.x % 32 == 0;
+#pragma unroll 1
+  for (int32_t pass = 0; pass < num_passes; ++pass) {
+    if (!enter_pass(params, pass)) return;
+    const CommOrder order = own_comm_order(params, direction, pass, combine);
+    if (!run_comm<1, 8>(params, order, pass)) return;
+    if (pass + 1 == num_passes) return;
+    if (first_lane) ptx::red_add_release_gpu(params.flags.banks[pass % kNumBanks].workers_done, 1);
+    if (leads && first_lane) open_pass(params, pass + 1);
+    __syncwarp();
   }
 }
 

@@ -29,12 +29,12 @@ __device__ __forceinline__ void copy_to_rows(const uint4* source, uint4* pool, u
 
 // One warp pulls what it finds at the pool rows [begin, end), as for_each_pulled_row says, and raises the counters of
 // the rows' blocks.
-__device__ __forceinline__ void pull_rows(const PersistentParams& params, int32_t begin, int32_t end) {
+__device__ __forceinline__ void pull_rows(const PersistentParams& params, const PassFlags& flags, int32_t begin,
+                                          int32_t end) {
   constexpr int32_t kChunks = 8;  // 16-byte pieces a lane that are in flight
   const Plan& plan = params.plan;
   const auto row_chunks = static_cast<uint32_t>(plan.shape.hidden / 8);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  uint32_t* rows_ready = params.flags.banks[0].rows_ready;
   const RouteRef own_route = lane < end - begin ? plan.row_route[begin + lane] : RouteRef{kPaddingToken, 0, 0};
   int32_t num_alone = 0;
 #pragma unroll 1
@@ -75,12 +75,12 @@ __device__ __forceinline__ void pull_rows(const PersistentParams& params, int32_
     }
     __syncwarp();
     __threadfence();  // all lanes' stores, before any lane raises a counter
-    if (lane < num_rows) ptx::red_add_relaxed_gpu(&rows_ready[pool_row(plan, own_row) / kBlockRows], 1);
+    if (lane < num_rows) ptx::red_add_relaxed_gpu(&flags.rows_ready[pool_row(plan, own_row) / kBlockRows], 1);
   }
   // Rows that came alone lie in the block of the task.
   __syncwarp();
   if (lane == 0 && num_alone > 0) {
-    ptx::red_add_release_gpu(&rows_ready[pool_row(plan, begin) / kBlockRows], static_cast<uint32_t>(num_alone));
+    ptx::red_add_release_gpu(&flags.rows_ready[pool_row(plan, begin) / kBlockRows], static_cast<uint32_t>(num_alone));
   }
 }
 

@@ -55,9 +55,13 @@ struct ForwardBodies {
     return forward_steps(params.plan.shape, head.kind);
   }
   __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
-    const PassFlags& flags = params.flags.banks[0];
-    const int32_t block = head.m_tile % params.plan.shape.capacity_blocks;
-    return head.kind == TaskKind::kGateUp ? &flags.mid_ready[block] : &flags.out_ready[block];
+    const PassFlags& flags = params.flags.banks[head.bank];
+    const LayerShape& shape = params.plan.shape;
+    const int32_t block = head.m_tile % shape.capacity_blocks;
+    if (head.kind == TaskKind::kGateUp) return &flags.mid_ready[block];
+    constexpr int32_t kParts = kHopperTiling.down_parts;
+    const int32_t part = kParts == 1 || head.n_tile < part_begin_tile(shape, 1, kParts) ? 0 : 1;
+    return &flags.out_ready[part * shape.capacity_blocks + block];
   }
   __device__ __forceinline__ void run(const TaskHead& head, int32_t row_in_block, StageReader& stage, TileStore& store,
                                       DeferredPublish& publish, float (&acc)[128]) const {

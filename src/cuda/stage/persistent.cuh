@@ -33,8 +33,14 @@ template <class Operands, class Bodies>
 __device__ __forceinline__ void run_roles(const PersistentParams& params, const Operands& operands,
                                           const Bodies& bodies, Direction direction, bool combine) {
   // What the plan's launch found wrong reaches the host with this one. If it ended early there is nothing to run.
+  // The fault is written last: the host looks at it first.
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.report->fault != PlanFault::kNone) {
-    *params.host_report = *params.report;
+    PlanReport report = *params.report;
+    const PlanFault fault = report.fault;
+    report.fault = PlanFault::kNone;
+    *params.host_report = report;
+    __threadfence_system();
+    params.host_report->fault = fault;
   }
   if (params.state->ready == 0) return;
   extern __shared__ uint8_t raw_shared[];
@@ -50,12 +56,13 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     } else if (warp == 1) {
       if (ptx::cluster_rank() == 0) run_scheduler(params, shared, direction);
     } else {
-      run_comm<1, 8>(params, combine);
+      run_comm_passes(params, direction, combine, blockIdx.x == 0 && warp == 2);
     }
   } else {
     ptx::take_registers<208>();
     run_math(shared, bodies, warp / 4 - 1);
-    run_comm<4, 8>(params, combine);
+    const int32_t last_pass = *params.plan.num_passes - 1;
+    run_comm<4, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass);
   }
   __syncwarp();
   ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers

@@ -26,15 +26,18 @@ __device__ __forceinline__ uint32_t mid_target(const LayerShape& shape, Directio
   const int32_t cols = producer == TaskKind::kGateUp ? kGateUpCols : kTileN;
   return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), cols) * kMathWarps);
 }
-__device__ __forceinline__ uint32_t out_target(const LayerShape& shape) {
-  return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.hidden), kTileN) * kMathWarps);
+__device__ __forceinline__ int32_t part_begin_tile(const LayerShape& shape, int32_t part, int32_t num_parts) {
+  return part_begin(ceil_div(static_cast<int32_t>(shape.hidden), kTileN), part, num_parts);
+}
+__device__ __forceinline__ uint32_t out_target(const LayerShape& shape, int32_t part, int32_t num_parts) {
+  const int32_t tiles = part_begin_tile(shape, part + 1, num_parts) - part_begin_tile(shape, part, num_parts);
+  return static_cast<uint32_t>(tiles * kMathWarps);
 }
 
 // Whole warp; true when every input of the task is there.
-__device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Direction direction, const MatrixTask& task,
-                                            int32_t ticket) {
+__device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Direction direction, const PassFlags& flags,
+                                            const MatrixTask& task, int32_t ticket) {
   const Plan& plan = params.plan;
-  const PassFlags& flags = params.flags.banks[0];
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const bool needs_rows = task.kind == TaskKind::kGateUp || task.kind == TaskKind::kDownDgrad;
   int32_t begin = task.m_tile;
@@ -55,8 +58,10 @@ __device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Dire
 }
 
 // What CTA `cta` does of a task.
-__device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& task, int32_t cta) {
-  TaskHead head{task.kind, 0, task.pair != TilePair::kCols, task.local_expert, task.m_tile, task.n_tile};
+__device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& task, int32_t pass, int32_t cta) {
+  TaskHead head{
+      task.kind,   0,          task.pair != TilePair::kCols, static_cast<uint8_t>(pass % kNumBanks), task.local_expert,
+      task.m_tile, task.n_tile};
   if (cta == 1 && task.pair == TilePair::kNone) return head;
   if (cta == 1) (task.pair == TilePair::kRows ? head.m_tile : head.n_tile) += 1;
   if (!is_wgrad(task.kind)) {
@@ -71,21 +76,37 @@ __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& 
   return head;
 }
 
+// Whole warp; true when pass `pass` is open to this rank's workers.
+__device__ __forceinline__ bool enter_pass(const PersistentParams& params, int32_t pass) {
+  if (pass == 0) return true;
+  bool open = true;
+  if (threadIdx.x % 32 == 0) {
+    open = wait_counter(params, params.flags.pass_open, static_cast<uint32_t>(pass),
+                        {WaitTask::kEnterPass, pass, FlagKind::kPassOpen, -1, -1});
+  }
+  return __shfl_sync(~0U, open, 0);
+}
+
 // One warp of the first CTA of a cluster.
 __device__ inline void run_scheduler(const PersistentParams& params, SharedTile& shared, Direction direction) {
-  const auto num_tasks = static_cast<uint32_t>(params.table.pass_begin[1]);
+  const int32_t num_passes = *params.plan.num_passes;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   RingPosition<kTaskSlots> slot;
+  int32_t pass = 0;
   for (;;) {
-    uint32_t ticket = 0;
-    if (lane == 0) ticket = ptx::atom_add_relaxed_gpu(params.flags.banks[0].matrix_ticket, 1);
+    const PassFlags& flags = params.flags.banks[pass % kNumBanks];
+    const int32_t first_task = params.table.pass_begin[pass];
+    int32_t ticket = 0;
+    if (lane == 0) ticket = static_cast<int32_t>(ptx::atom_add_relaxed_gpu(flags.matrix_ticket, 1));
     ticket = __shfl_sync(~0U, ticket, 0);
     TaskHead head{};
     head.local_expert = -1;
-    if (ticket < num_tasks) {
-      const MatrixTask task = params.table.tasks[ticket];
-      if (wait_inputs(params, direction, task, static_cast<int32_t>(ticket)))
-        head = head_of(params.plan, task, lane & 1);
+    if (ticket < params.table.pass_begin[pass + 1] - first_task) {
+      const MatrixTask task = params.table.tasks[first_task + ticket];
+      if (wait_inputs(params, direction, flags, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
+    } else if (pass + 1 < num_passes && enter_pass(params, pass + 1)) {
+      ++pass;
+      continue;
     }
     ptx::mbarrier_wait(&shared.task_empty[slot.index], slot.phase ^ 1);
     if (lane < static_cast<int32_t>(kClusterCtas)) {

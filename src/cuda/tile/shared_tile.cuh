@@ -27,7 +27,8 @@ inline constexpr int32_t kBytesB = kTileN * kTileK * 2;
 struct alignas(16) TaskHead {
   TaskKind kind;
   uint8_t valid_rows;    // of the tile; 0: the CTA has only to keep step
-  bool shares_b;         // both CTAs' tiles take the same B, each CTA brings half of it to both
+  uint8_t shares_b : 1;  // both CTAs' tiles take the same B, each CTA brings half of it to both
+  uint8_t bank : 1;      // of the counters of the pass
   int32_t local_expert;  // -1: no more tasks
   int32_t m_tile;
   int32_t n_tile;
