@@ -66,7 +66,8 @@ struct ForwardBodies {
     if (head.kind == TaskKind::kGateUp) {
       finish_gate_up(head, row_in_block, store, acc);
     } else {
-      finish_down(head, row_in_block, store, acc);
+      const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
+      store_bf16(store, &params.rows_store, head.n_tile * kTileN, first_row, 0, acc);
     }
   }
 
@@ -97,19 +98,6 @@ struct ForwardBodies {
         const float high = swiglu_approx(ptx::high_bf16(g), ptx::high_bf16(u), params.clamp_limit);
         return ptx::pack_bf16(weights[half] * low, weights[half] * high);
       });
-    }
-  }
-
-  __device__ __forceinline__ void finish_down(const TaskHead& head, int32_t row_in_block, TileStore& store,
-                                              float (&acc)[128]) const {
-    const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
-#pragma unroll
-    for (int32_t part = 0; part < kTileN / kStoreCols; ++part) {
-      store.store(&params.rows_store, head.n_tile * kTileN + part * kStoreCols, first_row, 0,
-                  [&](int32_t j, int32_t half) {
-                    const int32_t n = 4 * (part * 8 + j) + 2 * half;
-                    return ptx::pack_bf16(acc[n], acc[n + 1]);
-                  });
     }
   }
 };
