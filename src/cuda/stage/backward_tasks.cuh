@@ -27,41 +27,48 @@ struct BackwardOperands {
 
   __device__ __forceinline__ int32_t num_steps(const TaskHead& head) const { return backward_steps(params.plan, head); }
 
-  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const TaskHead& head, int32_t step) const {
-    const bool is_dz = head.kind == TaskKind::kGateUpDgrad || head.kind == TaskKind::kGateUpWgrad;
+  __device__ __forceinline__ int32_t first_row(const TaskHead& head) const {
+    const Plan& plan = params.plan;
+    const int32_t block = is_wgrad(head.kind) ? plan.expert_block_begin[head.local_expert] : head.m_tile;
+    return pool_row(plan, block * kBlockRows);
+  }
+
+  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const LoadTile& tile, int32_t step) const {
+    const bool is_dz = tile.kind == TaskKind::kGateUpDgrad || tile.kind == TaskKind::kGateUpWgrad;
     const CUtensorMap* map = is_dz ? &params.dz : &params.dy;
-    int32_t column = step * kTileK;
-    int32_t row = pool_row(params.plan, head.m_tile * kBlockRows);
-    int32_t part = 0;  // of dz: gate, up
-    if (is_wgrad(head.kind)) {
-      part = is_dz && head.m_tile >= num_gate_tiles() ? 1 : 0;
-      column = (head.m_tile - part * num_gate_tiles()) * kBlockRows;
-      row = first_row_of_expert(head) + step * kTileK;
-    } else if (is_dz) {
-      part = column < intermediate() ? 0 : 1;
-      column -= part * intermediate();
+    const auto intermediate = static_cast<int32_t>(params.plan.shape.intermediate);
+    if (is_wgrad(tile.kind)) {
+      const int32_t gate_tiles = ceil_div(intermediate, kBlockRows);
+      const int32_t part = is_dz && tile.m_tile >= gate_tiles ? 1 : 0;
+      const int32_t column = (tile.m_tile - part * gate_tiles) * kBlockRows;
+      const int32_t row = tile.first_row + step * kTileK;
+      ptx::tma_load(map, a, full, column, part, row);
+      ptx::tma_load(map, a + kChunkBytes, full, column + kChunkCols, part, row);
+    } else {
+      const int32_t part = is_dz && step * kTileK >= intermediate ? 1 : 0;
+      const int32_t column = step * kTileK - part * intermediate;
+      ptx::tma_load(map, a, full, column, part, tile.first_row);
+      ptx::tma_load(map, a + kChunkBytes, full, column, part, tile.first_row + kBlockRows / 2);
     }
-    const int32_t next_column = is_wgrad(head.kind) ? kChunkCols : 0;
-    ptx::tma_load(map, a, full, column, part, row);
-    ptx::tma_load(map, a + kChunkBytes, full, column + next_column, part, row + 64 - next_column);
   }
 
   template <class Load>
-  __device__ __forceinline__ void load_b(uint8_t* b, const TaskHead& head, int32_t step, int32_t half,
+  __device__ __forceinline__ void load_b(uint8_t* b, const LoadTile& tile, int32_t step, int32_t half,
                                          Load load) const {
     const CUtensorMap* map = &params.down;
     int32_t row = step * kTileK;
-    int32_t expert = head.local_expert;
-    if (head.kind == TaskKind::kGateUpDgrad) {
-      const bool is_up = row >= intermediate();
+    int32_t expert = tile.local_expert;
+    if (tile.kind == TaskKind::kGateUpDgrad) {
+      const auto intermediate = static_cast<int32_t>(params.plan.shape.intermediate);
+      const bool is_up = row >= intermediate;
       map = is_up ? &params.up : &params.gate;
-      row -= is_up ? intermediate() : 0;
-    } else if (is_wgrad(head.kind)) {
-      map = head.kind == TaskKind::kDownWgrad ? &params.act : &params.x;
-      row += first_row_of_expert(head);
-      expert = 0;
+      row -= is_up ? intermediate : 0;
+    } else if (is_wgrad(tile.kind)) {
+      map = tile.kind == TaskKind::kDownWgrad ? &params.act : &params.x;
+      row += tile.first_row;
+      expert = 0;  // a pool has none
     }
-    const int32_t column = head.n_tile * kTileN + half * (kTileN / 2);
+    const int32_t column = tile.n_tile * kTileN + half * (kTileN / 2);
     load(map, b, column, row, expert);
     load(map, b + kChunkBytes, column + kChunkCols, row, expert);
   }
@@ -70,22 +77,12 @@ struct BackwardOperands {
     return head.kind == TaskKind::kDownDgrad ? kZChunks : 0;
   }
   // 64 columns of g take the place of A, the same of u the first half of B's.
-  __device__ __forceinline__ void load_extra(uint8_t* a, uint8_t* b, uint64_t* full, const TaskHead& head,
+  __device__ __forceinline__ void load_extra(uint8_t* a, uint8_t* b, uint64_t* full, const LoadTile& tile,
                                              int32_t n) const {
-    const int32_t column = head.n_tile * kTileN + n * kChunkCols;
-    const int32_t row = pool_row(params.plan, head.m_tile * kBlockRows);
+    const int32_t column = tile.n_tile * kTileN + n * kChunkCols;
     ptx::mbarrier_arrive_expect_tx(full, 2 * kBlockRows * kChunkCols * 2);
-    ptx::tma_load(&params.z, a, full, column, 0, row);
-    ptx::tma_load(&params.z, b, full, column, 1, row);
-  }
-
- private:
-  __device__ __forceinline__ int32_t intermediate() const {
-    return static_cast<int32_t>(params.plan.shape.intermediate);
-  }
-  __device__ __forceinline__ int32_t num_gate_tiles() const { return ceil_div(intermediate(), kBlockRows); }
-  __device__ __forceinline__ int32_t first_row_of_expert(const TaskHead& head) const {
-    return pool_row(params.plan, params.plan.expert_block_begin[head.local_expert] * kBlockRows);
+    ptx::tma_load(&params.z, a, full, column, 0, tile.first_row);
+    ptx::tma_load(&params.z, b, full, column, 1, tile.first_row);
   }
 };
 
