@@ -143,6 +143,7 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
     check_backend_backward(layer->config);
     validate_backward(layer->config, args, inputs, layer->backend->workspace_bytes());
     layer->backend->check_reported();
+    layer->backend->check_backward(args);
     layer->backend->stage(memory, inputs, args.dy, args.stream);
   });
   // Whether dx and the router gradients travel is everybody's affair: two bits of the fingerprint.

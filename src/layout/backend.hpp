@@ -2,6 +2,7 @@
 // and meets the other ranks between stage and forward or backward.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,6 +21,12 @@ struct RankMemory {
   int32_t ranks_on_device;   // of the group, this one included, that share this rank's device
   bool ranks_share_process;  // some ranks of the group are of one process; the same on every rank
 };
+
+// Distinguishes the forwards of this process, so that a backward knows whose rows a workspace holds.
+inline uint64_t next_generation() {
+  static std::atomic<uint64_t> generation{0};
+  return generation.fetch_add(1, std::memory_order_relaxed) + 1;
+}
 
 class BackendLayer {
  public:
@@ -42,6 +49,7 @@ class BackendLayer {
 
   // Throws what only this backend asks of the arguments; before any rank is met.
   virtual void check_forward(const weft_forward_args&) {}
+  virtual void check_backward(const weft_backward_args&) {}
 
   // Puts this rank's inputs where peers read them; before the entry barrier. dy: null in a forward.
   virtual void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void* stream) = 0;

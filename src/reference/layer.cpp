@@ -1,6 +1,5 @@
 #include "reference/layer.hpp"
 
-#include <atomic>
 #include <cstring>
 
 #include "core/status.hpp"
@@ -11,12 +10,6 @@
 
 namespace weft {
 namespace {
-
-// Distinguishes the forwards of this process, so that a backward knows whose rows a workspace holds.
-uint64_t next_generation() {
-  static std::atomic<uint64_t> generation{0};
-  return generation.fetch_add(1, std::memory_order_relaxed) + 1;
-}
 
 template <class Element, class Real>
 class LayerOf final : public BackendLayer {

@@ -138,12 +138,13 @@ WEFT_HD constexpr int32_t part_begin(int32_t count, int32_t part, int32_t num_pa
 
 // Which results the call has to bring. Ranks agree on `combine`; the weight gradients are each rank's own affair.
 struct Work {
-  bool combine;  // forward: y; backward: dx and the router gradients
+  bool combine;  // forward: y, without which there is no down; backward: dx and the router gradients
   bool dgrad;    // backward: dx
   bool down_wgrad;
   bool gate_up_wgrad;
 };
 inline constexpr Work kForwardWork{true, false, false, false};
+inline constexpr Work kRecomputeWork{false, false, false, false};  // of the forward, z alone
 
 WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_own_tokens, bool combine,
                                     int32_t pull_rows, int32_t num_parts) {
@@ -321,6 +322,8 @@ class TaskOrder {
 
   WEFT_HD bool wanted(TaskKind kind) const {
     switch (kind) {
+      case TaskKind::kDown:
+        return work_.combine;
       case TaskKind::kGateUpDgrad:
         return work_.dgrad;
       case TaskKind::kDownWgrad:

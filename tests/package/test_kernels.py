@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-# Registers a thread at launch. The forward's 384 threads share 65,536 registers of an SM.
-BUDGET = {"forward_kernel": 168, "plan_kernel": 64, "stage_tokens_kernel": 32}
+# Registers a thread at launch. The 384 threads of forward and backward share 65,536 registers of an SM.
+BUDGET = {
+    "forward_kernel": 168,
+    "backward_kernel": 168,
+    "plan_kernel": 64,
+    "stage_tokens_kernel": 32,
+}
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,8 @@ def test_supports_says_nothing_or_why_not():
             assert f"{number} is {value}; it must fit into 32 bits" in weft.supports(
                 hidden=64, intermediate=64, **{number: value}
             )
-    # No CUDA backend in this build, no device in this machine, or no backward in the backend.
-    assert "CUDA" in weft.supports(hidden=64, intermediate=64, device="cuda")
+    # No CUDA backend in this build, no device in this machine, or no such precision in the backend.
+    assert "CUDA" in weft.supports(hidden=128, intermediate=128, precision="fp8", device="cuda")
     with pytest.raises(
         ValueError, match="precision = 'int8': choose one of 'fp64', 'fp32', 'bf16'"
     ):

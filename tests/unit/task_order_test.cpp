@@ -306,6 +306,8 @@ TEST(TaskOrder, StagesFollowTheirProducersOneGroupBehind) {
   const std::vector<Turn> forward = {{K::kGateUp, 0}, {K::kGateUp, 1}, {K::kDown, 0},
                                      {K::kGateUp, 2}, {K::kDown, 1},   {K::kDown, 2}};
   EXPECT_EQ(turns_of(Direction::kForward, kForwardWork), forward);
+  const std::vector<Turn> recompute = {{K::kGateUp, 0}, {K::kGateUp, 1}, {K::kGateUp, 2}};
+  EXPECT_EQ(turns_of(Direction::kForward, kRecomputeWork), recompute);
   const std::vector<Turn> backward = {{K::kDownDgrad, 0},   {K::kDownDgrad, 1},   {K::kDownWgrad, 0},
                                       {K::kDownDgrad, 2},   {K::kDownWgrad, 1},   {K::kGateUpDgrad, 0},
                                       {K::kGateUpWgrad, 0}, {K::kDownWgrad, 2},   {K::kGateUpDgrad, 1},

@@ -14,7 +14,7 @@ namespace {
 
 template <bool kSaveZ>
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
-  run_roles(params, ForwardOperands{params}, ForwardBodies<kSaveZ>{params}, Direction::kForward, true);
+  run_roles(params, ForwardOperands{params}, ForwardBodies<kSaveZ>{params}, Direction::kForward, params.combine);
 }
 
 __global__ void stage_tokens_kernel(int64_t* target, int64_t num_tokens) { *target = num_tokens; }

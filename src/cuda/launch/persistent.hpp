@@ -39,11 +39,17 @@ struct PersistentParams {
   RowPull pulls[kMaxPulls];
   int32_t num_pulls;
 
-  const Bf16* rows;              // [capacity, H] o or dx of pool rows, which combine sums
+  bool combine;                  // whether anything goes home to the tokens
+  const Bf16* rows;              // [capacity, H] o or dx of pool rows, which combine sums; null: not wanted
   Bf16* result;                  // [T, H] y or dx
   Bf16* partial[kMaxRanks];      // more than one rank: partial rows, [max_tokens, slots, H] on the tokens' owners
   uint32_t* arrived[kMaxRanks];  // and their flags
   float* token_sum;              // [max_tokens, H] sums of own tokens between passes
+
+  const float* dw_partial;       // backward: [capacity, num_dw_tiles] parts of the router gradients; null: not wanted
+  int32_t num_dw_tiles;          // of a row: the columns of a down_dgrad tile each
+  float* dtopk_weights;          // [T, K] router gradients
+  float* dtopk_home[kMaxRanks];  // more than one rank: the same, [max_tokens, K] on the tokens' owners
 
   ControlBlock* controls[kMaxRanks];
   PlanReport* report;       // what went wrong first, in device memory

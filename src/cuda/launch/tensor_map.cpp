@@ -7,7 +7,7 @@
 namespace weft {
 namespace {
 
-constexpr int32_t kBoxCols = 64;
+constexpr cuuint32_t kBoxBytes = 128;  // innermost: a row of the swizzle
 
 // The driver's own function, reached through the runtime so that nothing links against the driver.
 decltype(&cuTensorMapEncodeTiled) encode_function() {
@@ -28,18 +28,20 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
 CUtensorMap make_tensor_map(const TensorView& view, const char* name) {
   require(reinterpret_cast<uintptr_t>(view.base) % 16 == 0, WEFT_INVALID_ARGUMENT, name,
           " must be aligned to 16 bytes; its address ends in ", reinterpret_cast<uintptr_t>(view.base) % 16);
-  constexpr cuuint64_t kElementBytes = 2;
+  const bool is_fp32 = view.dtype == WEFT_DTYPE_FP32;
+  const cuuint32_t element_bytes = is_fp32 ? 4 : 2;
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(view.size[0]), static_cast<cuuint64_t>(view.size[1]),
                                static_cast<cuuint64_t>(view.size[2])};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(view.stride[0]) * kElementBytes,
-                                 static_cast<cuuint64_t>(view.stride[1]) * kElementBytes};
-  const cuuint32_t box[3] = {kBoxCols, static_cast<cuuint32_t>(view.box[0]), static_cast<cuuint32_t>(view.box[1])};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(view.stride[0]) * element_bytes,
+                                 static_cast<cuuint64_t>(view.stride[1]) * element_bytes};
+  const cuuint32_t box[3] = {kBoxBytes / element_bytes, static_cast<cuuint32_t>(view.box[0]),
+                             static_cast<cuuint32_t>(view.box[1])};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult status =
-      encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(view.base), sizes, strides, box,
-                        element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode_function()(
+      &map, is_fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
+      const_cast<void*>(view.base), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(status == CUDA_SUCCESS, WEFT_INTERNAL, "the driver refuses a tensor map of ", name, " (error ",
           static_cast<int>(status), ")");
   return map;

@@ -31,6 +31,10 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t shared, uint32_t& m0, uint3
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t shared, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(low), "f"(high) : "memory");
+}
+
 // Two floats as bf16, to nearest even; `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;

@@ -79,6 +79,17 @@ struct CommPass {
   int32_t num_parts;
 };
 
+// The router gradient of pool row `row`, a lane a row: its parts, tile after tile.
+__device__ __forceinline__ void send_router_gradient(const PersistentParams& params, const Entry& entry, int32_t row) {
+  const Plan& plan = params.plan;
+  const float* parts = params.dw_partial + int64_t{pool_row(plan, row)} * params.num_dw_tiles;
+  float sum = 0;
+#pragma unroll 1
+  for (int32_t tile = 0; tile < params.num_dw_tiles; ++tile) sum += __ldcg(parts + tile);
+  float* home = plan.shape.ep_size == 1 ? params.dtopk_weights : params.dtopk_home[entry.source];
+  home[int64_t{entry.token} * plan.shape.top_k + plan.row_route[row].k] = sum;
+}
+
 // Whole warp; false after a stall.
 template <int32_t kChunks, int32_t kRowsAtOnce>
 __device__ __forceinline__ bool combine_entry(const CommPass& comm, const Entry& entry, int32_t part, int32_t ticket) {
@@ -86,22 +97,29 @@ __device__ __forceinline__ bool combine_entry(const CommPass& comm, const Entry&
   const Plan& plan = params.plan;
   const LayerShape& shape = plan.shape;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const bool has_rows = params.rows != nullptr;  // without them only router gradients go home
   uint32_t row_begin = 0;
   bool ready = true;
   if (lane < entry.num_rows) {
-    const int32_t row = pool_row(plan, plan.fan_rows[entry.fan_begin + lane]);
+    const int32_t virtual_row = plan.fan_rows[entry.fan_begin + lane];
+    const int32_t row = pool_row(plan, virtual_row);
     row_begin = static_cast<uint32_t>(row) * static_cast<uint32_t>(shape.hidden / 8);
     const int32_t flag = part * shape.capacity_blocks + row / kBlockRows;
-    ready = wait_counter(params, &comm.flags.out_ready[flag], out_target(shape, part, comm.num_parts),
-                         {WaitTask::kCombine, ticket, FlagKind::kOutReady, flag, -1});
+    ready = wait_counter(params, has_rows ? &comm.flags.out_ready[flag] : &comm.flags.mid_ready[flag],
+                         has_rows ? out_target(shape, part, comm.num_parts) : mid_target(shape, Direction::kBackward),
+                         {WaitTask::kCombine, ticket, has_rows ? FlagKind::kOutReady : FlagKind::kMidReady, flag, -1});
+    if (ready && params.dw_partial != nullptr) send_router_gradient(params, entry, virtual_row);
   }
   if (!__all_sync(~0U, ready)) return false;
   const int64_t slot = int64_t{entry.token} * shape.slots_per_token() + entry.slot;
   const bool is_alone = shape.ep_size == 1;
   Bf16* target = is_alone ? params.result + int64_t{entry.token} * shape.hidden
                           : params.partial[entry.source] + slot * shape.hidden;
-  sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows, chunks_of_part(shape, part, comm.num_parts),
-                                 target);
+  if (has_rows) {
+    sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows,
+                                   chunks_of_part(shape, part, comm.num_parts), target);
+  }
+  __syncwarp();  // the router gradients, before the flag
   if (!is_alone && lane == 0) {
     const int64_t first_flag = part * shape.max_tokens * shape.slots_per_token();
     ptx::st_release_sys(&params.arrived[entry.source][first_flag + slot], comm.epoch);
@@ -176,6 +194,11 @@ __device__ __forceinline__ bool sum_token(const CommPass& comm, int32_t token, i
     ++num_slots;
   }
   if (!__all_sync(~0U, ready)) return false;
+  if (params.dw_partial != nullptr && lane < shape.top_k) {
+    const int64_t route = int64_t{token} * shape.top_k + lane;
+    params.dtopk_weights[route] = experts[lane] < 0 ? 0 : __ldcg(params.dtopk_home[shape.ep_rank] + route);
+  }
+  if (params.rows == nullptr) return true;
   const auto row_chunks = static_cast<uint32_t>(shape.hidden / 8);
   const ChunkRange range = chunks_of_part(shape, part, comm.num_parts);
   const Bf16* slots = params.partial[shape.ep_rank] + first_slot * shape.hidden;
@@ -189,15 +212,22 @@ __device__ __forceinline__ bool sum_token(const CommPass& comm, int32_t token, i
   return true;
 }
 
-// With one rank, tokens without a valid route are in no entry: their sum of nothing is written here, a token a lane.
+// With one rank, masked routes are in no entry: what they would have brought is written here, a token a lane - zero as
+// their router gradient, and as the sum of a token that has no other routes.
 __device__ __forceinline__ void zero_masked_tokens(const PersistentParams& params, int32_t begin, int32_t end) {
   const Plan& plan = params.plan;
   const auto row_chunks = static_cast<uint32_t>(plan.shape.hidden / 8);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   bool masked = begin + lane < end;
-  for (int32_t k = 0; k < plan.shape.top_k && masked; ++k) {
-    masked = plan.route_row[plan.route_offset(0, begin + lane) + k] < 0;
+  const bool is_own = masked;
+#pragma unroll 1
+  for (int32_t k = 0; k < plan.shape.top_k && is_own; ++k) {
+    const int64_t route = plan.route_offset(0, begin + lane) + k;
+    const bool is_masked = plan.route_row[route] < 0;
+    if (is_masked && params.dw_partial != nullptr) params.dtopk_weights[route] = 0;
+    masked = masked && is_masked;
   }
+  if (params.rows == nullptr) return;
   for (uint32_t lanes = __ballot_sync(~0U, masked); lanes != 0; lanes &= lanes - 1) {
     const int64_t token = begin + __ffs(static_cast<int32_t>(lanes)) - 1;
     auto* row = reinterpret_cast<uint4*>(params.result + token * plan.shape.hidden);

@@ -19,22 +19,25 @@ struct ForwardOperands {
   __device__ __forceinline__ int32_t num_steps(const TaskHead& head) const {
     return forward_steps(params.plan.shape, head.kind);
   }
-  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const TaskHead& head, int32_t step) const {
-    const auto row = pool_row(params.plan, head.m_tile * kBlockRows);
-    ptx::tma_load(head.kind == TaskKind::kGateUp ? &params.x_pool : &params.act, a, full, step * kTileK, row, 0);
+  __device__ __forceinline__ int32_t first_row(const TaskHead& head) const {
+    return pool_row(params.plan, head.m_tile * kBlockRows);
+  }
+  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const LoadTile& tile, int32_t step) const {
+    const CUtensorMap* map = tile.kind == TaskKind::kGateUp ? &params.x_pool : &params.act;
+    ptx::tma_load(map, a, full, step * kTileK, tile.first_row, 0);
   }
   // Of a gate_up tile the first half is gate, the second up.
   template <class Load>
-  __device__ __forceinline__ void load_b(uint8_t* b, const TaskHead& head, int32_t step, int32_t half,
+  __device__ __forceinline__ void load_b(uint8_t* b, const LoadTile& tile, int32_t step, int32_t half,
                                          Load load) const {
-    if (head.kind == TaskKind::kGateUp) {
-      load(half == 0 ? &params.gate : &params.up, b, step * kTileK, head.n_tile * kGateUpCols, head.local_expert);
+    if (tile.kind == TaskKind::kGateUp) {
+      load(half == 0 ? &params.gate : &params.up, b, step * kTileK, tile.n_tile * kGateUpCols, tile.local_expert);
     } else {
-      load(&params.down, b, step * kTileK, head.n_tile * kTileN + half * (kTileN / 2), head.local_expert);
+      load(&params.down, b, step * kTileK, tile.n_tile * kTileN + half * (kTileN / 2), tile.local_expert);
     }
   }
   __device__ __forceinline__ int32_t num_extra(const TaskHead&) const { return 0; }
-  __device__ __forceinline__ void load_extra(uint8_t*, uint8_t*, uint64_t*, const TaskHead&, int32_t) const {}
+  __device__ __forceinline__ void load_extra(uint8_t*, uint8_t*, uint64_t*, const LoadTile&, int32_t) const {}
 };
 
 // silu(g) u in fp32; tanh.approx is accurate to 2^-11, below the rounding of the result.
@@ -70,7 +73,8 @@ struct ForwardBodies {
     if (head.kind == TaskKind::kGateUp) {
       finish_gate_up(head, row_in_block, store, acc);
     } else {
-      finish_down(head, row_in_block, store, acc);
+      const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
+      store_bf16(store, &params.rows_store, head.n_tile * kTileN, first_row, 0, acc);
     }
   }
 
@@ -101,19 +105,6 @@ struct ForwardBodies {
         const float high = swiglu_approx(ptx::high_bf16(g), ptx::high_bf16(u), params.clamp_limit);
         return ptx::pack_bf16(weights[half] * low, weights[half] * high);
       });
-    }
-  }
-
-  __device__ __forceinline__ void finish_down(const TaskHead& head, int32_t row_in_block, TileStore& store,
-                                              float (&acc)[128]) const {
-    const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
-#pragma unroll
-    for (int32_t part = 0; part < kTileN / kStoreCols; ++part) {
-      store.store(&params.rows_store, head.n_tile * kTileN + part * kStoreCols, first_row, 0,
-                  [&](int32_t j, int32_t half) {
-                    const int32_t n = 4 * (part * 8 + j) + 2 * half;
-                    return ptx::pack_bf16(acc[n], acc[n + 1]);
-                  });
     }
   }
 };

@@ -31,37 +31,90 @@ class DeferredPublish {
   uint32_t* counter_ = nullptr;
 };
 
-// A warp's 16 rows on their way out: 64 columns of bf16 at a time through two buffers.
+// A warp's 16 rows of a tile on their way out: 128 bytes of columns at a time through two buffers. A tile takes an even
+// number of stores, so that each can begin with the first buffer: which one is next is then known to the compiler.
 class TileStore {
  public:
   __device__ __forceinline__ explicit TileStore(uint8_t (*buffers)[16 * kStoreCols * 2]) : buffers_(buffers) {}
 
+  // The next buffer, to be written by the whole warp: TMA has read what it held.
+  __device__ __forceinline__ uint32_t claim() {
+    if (threadIdx.x % 32 == 0) ptx::bulk_wait_read<kStoreBuffers - 1>();
+    __syncwarp();
+    return ptx::shared_address(buffers_[next_]);
+  }
+  // `issue(buffer)`, by one lane, starts the stores of what the warp has written since; they form one bulk group.
+  template <class Issue>
+  __device__ __forceinline__ void send(Issue issue) {
+    ptx::fence_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      issue(buffers_[next_]);
+      ptx::bulk_commit();
+    }
+    next_ = (next_ + 1) % kStoreBuffers;
+  }
+
   // 16x64 values in accumulator layout, `packed(j, half)` giving columns 8 j + {0, 1} of the upper or lower row.
   template <class Packed>
   __device__ __forceinline__ void store(const CUtensorMap* map, int32_t x, int32_t y, int32_t z, Packed packed) {
+    const uint32_t buffer = claim();
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
-    if (lane == 0) ptx::bulk_wait_read<kStoreBuffers - 1>();
-    __syncwarp();
-    const uint32_t buffer = ptx::shared_address(buffers_[next_]);
     const int32_t row = lane % 16;
 #pragma unroll
     for (int32_t j = 0; j < kStoreCols / 8; j += 2) {
       ptx::stmatrix_x4(buffer + swizzled(row, j + lane / 16), packed(j, 0), packed(j, 1), packed(j + 1, 0),
                        packed(j + 1, 1));
     }
-    ptx::fence_async_shared();
-    __syncwarp();
-    if (lane == 0) {
-      ptx::tma_store(map, buffers_[next_], x, y, z);
-      ptx::bulk_commit();
+    send([&](const uint8_t* source) { ptx::tma_store(map, source, x, y, z); });
+  }
+
+  // 16x32 values in fp32, `values(j, half)` giving columns 8 j + {0, 1}; stored, or added to what is there.
+  template <class Values>
+  __device__ __forceinline__ void store_fp32(const CUtensorMap* map, bool adds, int32_t x, int32_t y, int32_t z,
+                                             Values values) {
+    const uint32_t buffer = claim();
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+    const int32_t row = lane / 4;
+    // An odd row writes the other half of its columns first: it would meet the row before it in the same banks.
+    const bool is_odd = row % 2 != 0;
+    const int32_t offset = swizzled(row, lane % 4 / 2 + (is_odd ? 4 : 0)) + lane % 2 * 8;
+#pragma unroll
+    for (int32_t j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const float2 left = values(j, half);
+        const float2 right = values(j + 2, half);
+        const uint32_t rows = buffer + half * 1024;
+        ptx::store_shared_8(rows + (offset ^ (j * 32)), is_odd ? right.x : left.x, is_odd ? right.y : left.y);
+        ptx::store_shared_8(rows + (offset ^ ((j + 2) * 32)), is_odd ? left.x : right.x, is_odd ? left.y : right.y);
+      }
     }
-    next_ = (next_ + 1) % kStoreBuffers;
+    send([&](const uint8_t* source) {
+      if (adds) {
+        ptx::tma_add(map, source, x, y, z);
+      } else {
+        ptx::tma_store(map, source, x, y, z);
+      }
+    });
   }
 
  private:
   uint8_t (*buffers_)[16 * kStoreCols * 2];
   int32_t next_ = 0;
 };
+
+// A warp's 16 rows of a tile, rounded to bf16.
+__device__ __forceinline__ void store_bf16(TileStore& store, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
+                                           const float (&acc)[128]) {
+#pragma unroll
+  for (int32_t part = 0; part < kTileN / kStoreCols; ++part) {
+    store.store(map, x + part * kStoreCols, y, z, [&](int32_t j, int32_t half) {
+      const int32_t n = 4 * (part * 8 + j) + 2 * half;
+      return ptx::pack_bf16(acc[n], acc[n + 1]);
+    });
+  }
+}
 
 // The ring of stages as a math warp sees it.
 class StageReader {
@@ -70,8 +123,8 @@ class StageReader {
       : shared_(shared), empty_(ptx::map_shared(shared.stage_empty, threadIdx.x % kClusterCtas)) {}
 
   __device__ __forceinline__ int32_t index() const { return position_.index; }
-  __device__ __forceinline__ const uint8_t* a() const { return shared_.a[position_.index]; }
-  __device__ __forceinline__ const uint8_t* b() const { return shared_.b[position_.index]; }
+  __device__ __forceinline__ uint8_t* a() const { return shared_.a[position_.index]; }
+  __device__ __forceinline__ uint8_t* b() const { return shared_.b[position_.index]; }
   __device__ __forceinline__ void wait() { ptx::mbarrier_wait(&shared_.stage_full[position_.index], position_.phase); }
   __device__ __forceinline__ void advance() { position_.advance(); }
   // Tells the load lanes of both CTAs that this warp is done with a stage.
@@ -130,20 +183,19 @@ __device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, 
 template <class Bodies>
 __device__ __forceinline__ void run_math(SharedTile& shared, const Bodies& bodies, int32_t warpgroup) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32 % 4);
-  RingPosition<kTaskSlots> slot;
   StageReader stage(shared);
-  TileStore store(shared.store[warpgroup * 4 + warp]);
   DeferredPublish publish;
   float acc[128];
-  for (;;) {
+  for (uint32_t task = 0;; ++task) {
+    const RingPosition<kTaskSlots> slot{static_cast<int32_t>(task % kTaskSlots), task / kTaskSlots % 2};
     const bool idle = !ptx::mbarrier_try_wait_cluster(&shared.task_full[slot.index], slot.phase);
     if (__any_sync(~0U, idle)) publish.publish();
     const TaskHead head = take_task(shared, slot);
     __syncwarp();
     if (threadIdx.x % 32 == 0) release_task(shared, slot);
-    slot.advance();
     if (head.ends()) break;
     if (head.valid_rows > warpgroup * 64) {
+      TileStore store(shared.store[warpgroup * 4 + warp]);
       bodies.run(head, warpgroup * 64 + warp * 16, stage, store, publish, acc);
     } else {
       publish.publish();
@@ -152,6 +204,7 @@ __device__ __forceinline__ void run_math(SharedTile& shared, const Bodies& bodie
     if (head.valid_rows > 0) publish.defer(bodies.counter(head));
   }
   publish.publish();
+  if (threadIdx.x % 32 == 0) ptx::bulk_wait();  // stores that no counter announces
 }
 
 }  // namespace weft
