@@ -11,6 +11,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 
 #include "errors.hpp"
 #include "group.hpp"
@@ -171,7 +172,9 @@ class Call {
   // Sets the fields that every call has, on args of either direction.
   template <class Args>
   void set_workspace(Args& args, size_t r) const {
-    args.workspace_bytes = sizes(r).workspace_bytes;
+    // A forward that saves nothing may be one without a backward: the backward, if there is one, finds no rows anyway.
+    const bool is_lean = std::is_same_v<Args, weft_forward_args> && sizes(r).saved_bytes == 0;
+    args.workspace_bytes = is_lean ? sizes(r).forward_workspace_bytes : sizes(r).workspace_bytes;
     args.workspace = rank(r).workspace(place_, x_[r], args.workspace_bytes);
     args.stream = stream_;
   }

@@ -106,11 +106,12 @@ typedef struct weft_config {
 /* Bytes a configuration needs, known before anything is allocated and independent of the routing. */
 typedef struct weft_sizes {
   size_t struct_size;
-  int64_t workspace_bytes;      /* caller's scratch; one may serve all layers of a stream */
-  int64_t saved_bytes;          /* caller's `saved` buffer of one forward; 0 with WEFT_SAVE_INPUTS */
-  int64_t symmetric_bytes;      /* data that peers map; owned by the group, shared by its layers */
-  int64_t symmetric_flag_bytes; /* flags that peers map; owned by the group */
-  int64_t capacity_rows;        /* the effective capacity, whole blocks of 128 rows */
+  int64_t workspace_bytes;         /* caller's scratch; one may serve all layers of a stream */
+  int64_t forward_workspace_bytes; /* the part of it that a forward needs, for callers without a backward */
+  int64_t saved_bytes;             /* caller's `saved` buffer of one forward; 0 with WEFT_SAVE_INPUTS */
+  int64_t symmetric_bytes;         /* data that peers map; owned by the group, shared by its layers */
+  int64_t symmetric_flag_bytes;    /* flags that peers map; owned by the group */
+  int64_t capacity_rows;           /* the effective capacity, whole blocks of 128 rows */
 } weft_sizes;
 
 typedef struct weft_group weft_group; /* the ranks of one expert-parallel group and the memory they share */
@@ -134,7 +135,7 @@ typedef struct weft_forward_args {
   const weft_inputs* inputs;
   void* y;         /* out [T, H], data dtype */
   void* saved;     /* out, saved_bytes: z of the routed rows; NULL with WEFT_SAVE_INPUTS */
-  void* workspace; /* workspace_bytes, 256-byte aligned; contents need not be initialised */
+  void* workspace; /* at least forward_workspace_bytes, 256-byte aligned; contents need not be initialised */
   int64_t workspace_bytes;
   uint64_t generation; /* out: tag of what the workspace now holds; hand it to the backward */
   void* stream;        /* GPU: cudaStream_t; CPU: NULL */

@@ -117,7 +117,7 @@ void forward(weft_layer* layer, weft_forward_args* caller_args) {
   group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
-    validate_forward(layer->config, args, inputs, layer->backend->workspace_bytes());
+    validate_forward(layer->config, args, inputs, layer->backend->forward_workspace_bytes());
     layer->backend->check_reported();
     layer->backend->check_forward(args);
     layer->backend->stage(memory, inputs, nullptr, args.stream);
@@ -233,6 +233,7 @@ weft_status weft_query_sizes(const weft_config* caller_config, weft_sizes* sizes
     validate_config(config);
     const auto layer = make_backend_layer(config);
     sizes->workspace_bytes = layer->workspace_bytes();
+    sizes->forward_workspace_bytes = layer->forward_workspace_bytes();
     sizes->saved_bytes = config.save == WEFT_SAVE_GATE_UP ? layer->saved_bytes() : 0;
     sizes->symmetric_bytes = layer->symmetric_data_bytes();
     sizes->symmetric_flag_bytes = layer->symmetric_flag_bytes();

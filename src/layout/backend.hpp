@@ -34,6 +34,7 @@ class BackendLayer {
 
   // Bytes for weft_sizes; independent of routing.
   virtual int64_t workspace_bytes() const = 0;
+  virtual int64_t forward_workspace_bytes() const { return workspace_bytes(); }
   virtual int64_t saved_bytes() const = 0;
   virtual int64_t symmetric_data_bytes() const = 0;
   virtual int64_t symmetric_flag_bytes() const = 0;

@@ -322,6 +322,8 @@ TEST(Sizes, OfTheLargestLayerAreExact) {
   EXPECT_EQ(sizes.capacity_rows, rows);
   EXPECT_EQ(sizes.saved_bytes, rows * 2 * config.intermediate * 8);
   EXPECT_GT(sizes.workspace_bytes, rows * config.hidden * 8);
+  EXPECT_LE(sizes.forward_workspace_bytes, sizes.workspace_bytes);
+  EXPECT_GT(sizes.forward_workspace_bytes, rows * config.hidden * 8);
   EXPECT_GT(sizes.symmetric_bytes, 3 * config.max_tokens * config.hidden * 8);
 }
 

@@ -91,29 +91,32 @@ struct Workspace {
   Plan plan;
   PlanScratch scratch;
   TaskTable forward_table;
+  Bf16* x;           // [capacity, H]
+  Bf16* act;         // [capacity, I] a' = w silu(g) u
+  Bf16* rows;        // [capacity, H] o in forward, dx rows in backward
+  float* token_sum;  // [max_tokens, H] sums of own tokens, between passes
+
+  // Of a backward only, and so behind all that a forward needs.
   TaskTable backward_table;
-  Bf16* x;            // [capacity, H]
-  Bf16* act;          // [capacity, I] a' = w silu(g) u
-  Bf16* rows;         // [capacity, H] o in forward, dx rows in backward
-  float* token_sum;   // [max_tokens, H] sums of own tokens, between passes
   Bf16* dy;           // [capacity, H]
   Bf16* dz;           // [capacity, 2, I]
   float* dw_partial;  // [capacity, num_dw_tiles]
   Bf16* z;            // [capacity, 2, I] recomputed, where the caller keeps none
 };
 
-Workspace carve_workspace(Carver& carver, const LayerShape& shape, weft_save save) {
+Workspace carve_workspace(Carver& carver, const LayerShape& shape, weft_save save, Direction direction) {
   const int64_t rows = shape.capacity_rows();
   Workspace workspace{};
   workspace.flags = carve_local_flags(carver, shape);
   workspace.plan = carve_plan(carver, shape);
   workspace.scratch = carve_plan_scratch(carver, shape);
   workspace.forward_table = carve_task_table(carver, shape, kForwardChoice);
-  workspace.backward_table = carve_task_table(carver, shape, backward_choice(kWholeBackward));
   workspace.x = carver.take<Bf16>(rows * shape.hidden);
   workspace.act = carver.take<Bf16>(rows * shape.intermediate);
   workspace.rows = carver.take<Bf16>(rows * shape.hidden);
   if (shape.max_passes() > 1) workspace.token_sum = carver.take<float>(shape.max_tokens * shape.hidden);
+  if (direction == Direction::kForward) return workspace;
+  workspace.backward_table = carve_task_table(carver, shape, backward_choice(kWholeBackward));
   workspace.dy = carver.take<Bf16>(rows * shape.hidden);
   workspace.dz = carver.take<Bf16>(rows * 2 * shape.intermediate);
   workspace.dw_partial = carver.take<float>(rows * num_dw_tiles(shape));
@@ -216,7 +219,12 @@ class CudaLayer final : public BackendLayer {
 
   int64_t workspace_bytes() const override {
     Carver carver;
-    carve_workspace(carver, options_.shape, options_.save);
+    carve_workspace(carver, options_.shape, options_.save, Direction::kBackward);
+    return carver.used();
+  }
+  int64_t forward_workspace_bytes() const override {
+    Carver carver;
+    carve_workspace(carver, options_.shape, options_.save, Direction::kForward);
     return carver.used();
   }
   int64_t saved_bytes() const override {
@@ -424,7 +432,7 @@ class CudaLayer final : public BackendLayer {
 
   void launch(const RankMemory& memory, const weft_forward_args& args) {
     Carver carver(args.workspace);
-    const Workspace workspace = carve_workspace(carver, options_.shape, options_.save);
+    const Workspace workspace = carve_workspace(carver, options_.shape, options_.save, Direction::kForward);
     const Peers peers = peers_of(memory, *args.inputs);
     const ForwardParams params = forward_params(workspace, args, peers, kForwardChoice);
     const cudaStream_t stream = stream_of(memory, args.stream);
@@ -435,7 +443,7 @@ class CudaLayer final : public BackendLayer {
 
   void launch(const RankMemory& memory, const weft_backward_args& args) {
     Carver carver(args.workspace);
-    const Workspace workspace = carve_workspace(carver, options_.shape, options_.save);
+    const Workspace workspace = carve_workspace(carver, options_.shape, options_.save, Direction::kBackward);
     const Peers peers = peers_of(memory, *args.inputs, args.dy);
     const bool wants_dx = args.want_dx != 0;
     const bool wants_dtopk = args.want_dtopk_weights != 0;
