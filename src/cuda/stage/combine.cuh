@@ -116,8 +116,8 @@ __device__ __forceinline__ bool combine_entry(const CommPass& comm, const Entry&
   Bf16* target = is_alone ? params.result + int64_t{entry.token} * shape.hidden
                           : params.partial[entry.source] + slot * shape.hidden;
   if (has_rows) {
-    sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows,
-                                   chunks_of_part(shape, part, comm.num_parts), target);
+    sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows, chunks_of_part(shape, part, comm.num_parts),
+                                   target);
   }
   __syncwarp();  // the router gradients, before the flag
   if (!is_alone && lane == 0) {

@@ -3,9 +3,9 @@
 //   warps   role        registers  waits for                             raises
 //   0       load        88         task_full, stage_empty                stage_full
 //   1       scheduler   88         rows_ready, mid_ready, task_empty     task_full (first CTA of the cluster only)
-//   2-3     comm        88         out_ready, arrived                    rows_ready; arrived (or the result is
-//   complete) 4-11    math        208        task_full, stage_full                 stage_empty; mid_ready, out_ready;
-//   then as comm
+//   2-3     comm        88         out_ready, arrived                    rows_ready; arrived, or a row of the result
+//   4-11    math        208        task_full, stage_full                 stage_empty; mid_ready, out_ready
+//                                                                        and then, without tasks, as comm
 #pragma once
 
 #include "cuda/stage/comm.cuh"
@@ -62,7 +62,9 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     ptx::take_registers<208>();
     run_math(shared, bodies, warp / 4 - 1);
     const int32_t last_pass = *params.plan.num_passes - 1;
-    run_comm<4, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass);
+    if (enter_pass(params, last_pass)) {
+      run_comm<4, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass);
+    }
   }
   __syncwarp();
   ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers

@@ -104,9 +104,12 @@ __device__ inline void run_scheduler(const PersistentParams& params, SharedTile&
     if (ticket < params.table.pass_begin[pass + 1] - first_task) {
       const MatrixTask task = params.table.tasks[first_task + ticket];
       if (wait_inputs(params, direction, flags, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
-    } else if (pass + 1 < num_passes && enter_pass(params, pass + 1)) {
-      ++pass;
-      continue;
+    } else if (pass + 1 < num_passes) {
+      if (lane == 0) ptx::red_add_release_gpu(flags.workers_done, 1);
+      if (enter_pass(params, pass + 1)) {
+        ++pass;
+        continue;
+      }
     }
     ptx::mbarrier_wait(&shared.task_empty[slot.index], slot.phase ^ 1);
     if (lane < static_cast<int32_t>(kClusterCtas)) {
