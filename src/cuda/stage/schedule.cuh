@@ -112,6 +112,7 @@ __device__ inline void run_scheduler(const PersistentParams& params, SharedTile&
       }
     }
     ptx::mbarrier_wait(&shared.task_empty[slot.index], slot.phase ^ 1);
+    __syncwarp();  // before any lane fills the slot: the phase would pass by a lane that has yet to look
     if (lane < static_cast<int32_t>(kClusterCtas)) {
       ptx::hand_over_16(ptx::map_shared(&shared.tasks[slot.index], static_cast<uint32_t>(lane)),
                         ptx::map_shared(&shared.task_full[slot.index], static_cast<uint32_t>(lane)),
