@@ -361,6 +361,12 @@ TEST(OverlappedDeathTest, WithoutThreadsItSaysSoInWordsAndTheProcessLives) {
               "cannot start matrix worker [0-9]+ of 1024: .*; lower num_workers");
 }
 
+// The stack grows within the address space too: what the call will need of it is there before the limit.
+void touch_stack() {
+  volatile char pages[1 << 20];
+  for (size_t n = 0; n < sizeof(pages); n += 4096) pages[n] = 1;
+}
+
 TEST(ForwardDeathTest, WithoutMemoryItSaysWhatWasAskedFor) {
   Ranks ranks(1);
   weft_config config = good_config();
@@ -371,6 +377,7 @@ TEST(ForwardDeathTest, WithoutMemoryItSaysWhatWasAskedFor) {
   const auto run_short_of_memory = [&] {
     std::vector<std::unique_ptr<char[]>> taken;  // what the heap holds already
     taken.reserve(size_t{1} << 20);
+    touch_stack();
     limit_address_space(0);
     for (size_t bytes = size_t{1} << 24; bytes >= 4096; bytes /= 2) {
       while (char* block = new (std::nothrow) char[bytes]) taken.emplace_back(block);

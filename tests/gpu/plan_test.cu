@@ -113,7 +113,7 @@ struct DeviceRank {
   cudaStream_t stream = nullptr;
 };
 
-constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, false, 8, 2}};
+constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, true, 8, 2}};
 constexpr TaskChoice kBackwardTasks{
     Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, 8, 2}};
 
