@@ -39,7 +39,7 @@ def moe(
     num_sms: int = 0,
     deadline_s: float | None = None,
 ) -> Tensor | list[Tensor]:
-    """Routes tokens to experts across the group, runs the experts, and sums up a token's routes:
+    """Routes tokens to experts across the group, runs the experts, and sums up a token's routes::
 
         y[t] = sum over k of  down[e] @ (topk_weights[t, k] * silu(g) * u)
 

@@ -1,7 +1,7 @@
 """Expert weights between checkpoint forms, and between a whole model and an expert-parallel rank.
 
 A *state* is a plain `dict[str, torch.Tensor]` of a Qwen3-style MoE model. Four forms of its MoE
-layers are known; E experts, hidden H, intermediate I:
+layers are known; E experts, hidden H, intermediate I::
 
   hf_per_expert   model.layers.{l}.mlp.experts.{x}.gate_proj.weight [I, H], up_proj.weight [I, H],
                   down_proj.weight [H, I]: what Hugging Face checkpoints hold on disk
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+"""Tensors by name."""
 
 _HF_LAYER = "model.layers.{}.mlp."
 _TITAN_LAYER = "layers.{}.moe."
@@ -36,6 +37,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _FUSED_NAMES = ("gate_up_proj", "down_proj")
 
 FORMS = ("hf_per_expert", "hf_fused", *_TITAN_NAMES)
+"""The names of the forms."""
 
 
 @dataclass(frozen=True)
