@@ -17,7 +17,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def run_blocks(page: Path) -> dict[str, object]:
-    """Runs the examples of a page in order, as one session; returns its names. Scripts have a test of their own."""
+    """Runs the examples of a page in order and in one namespace, which it returns. Scripts have a test of their own."""
     names: dict[str, object] = {}
     for block in blocks(page):
         code = compile(block, page.name, "exec")
