@@ -1,4 +1,4 @@
-"""weft-bench: the layer benchmark, the routing-plan benchmark, and the record of a GPU."""
+"""weft-bench: the layer and its memory, the routing plan, and the record of a GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from .plan import DEFAULT_BINARY, run_plan_benchmark
 from .timing import REGIMES
 
 _USAGE_ERROR = 2
+_MIB = 2**20
 
 # What stands in a record: the project's two shapes at a training step's token count.
 _RECORD_SHAPES = ("30b", "235b")
 _TOKENS = {"cuda": 16384, "cpu": 512}
+# Ranks of the memory table.
+_MEMORY_EP = (1, 2, 4, 8)
 # A dense product large enough to reach the device's rate and small enough to be quick on it.
 _DENSE_SIZE = {"cuda": 8192, "cpu": 1024}
 
@@ -29,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments, Console(soft_wrap=True, highlight=False))
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"weft-bench: {error}", file=sys.stderr)
         return _USAGE_ERROR
     return 0
@@ -47,6 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument("--regime", choices=tuple(REGIMES), nargs="+", default=tuple(REGIMES))
     layer.add_argument("--direction", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
     layer.set_defaults(run=_run_layer)
+
+    memory = commands.add_parser("memory", help="print the bytes that a rank needs")
+    memory.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+    )
+    memory.add_argument("--shape", choices=tuple(SHAPES), nargs="+", default=_RECORD_SHAPES)
+    memory.add_argument("--tokens", type=int, default=_TOKENS["cuda"], help="most tokens of a rank")
+    memory.add_argument("--ep", type=int, nargs="+", default=_MEMORY_EP, help="ranks")
+    memory.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
+    memory.set_defaults(run=_run_memory)
 
     plan = commands.add_parser("plan", help="time the routing plan on the CPU")
     plan.add_argument("--binary", type=Path, default=DEFAULT_BINARY)
@@ -76,6 +89,17 @@ def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
         precision=arguments.precision,
         regimes=tuple(arguments.regime),
         directions=tuple(arguments.direction),
+    )
+
+
+def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
+    _print_memory(
+        console,
+        device=_device(arguments.device),
+        shapes=tuple(arguments.shape),
+        ep_sizes=tuple(arguments.ep),
+        num_tokens=arguments.tokens,
+        precision=arguments.precision,
     )
 
 
@@ -117,6 +141,38 @@ def _measure(
                 f"{row.share_of_dense:>8.1%}{speedup:>9}  {'yes' if row.repeatable else 'no'}"
             )
     return rows
+
+
+def _print_memory(
+    console: Console,
+    *,
+    device: torch.device,
+    shapes: tuple[str, ...] = _RECORD_SHAPES,
+    ep_sizes: tuple[int, ...] = _MEMORY_EP,
+    num_tokens: int = _TOKENS["cuda"],
+    precision: str = "bf16",
+) -> None:
+    """The memory of one rank, a line for each shape and number of ranks."""
+    from .memory import memory_of  # needs the compiled extension, which other commands do without
+
+    backend = {"cuda": "CUDA backend", "cpu": "CPU backend"}[device.type]
+    if not torch.cuda.is_available():
+        backend += " (no GPU is visible)"
+    rows = [
+        memory_of(shape, ep_size=ep, num_tokens=num_tokens, precision=precision, device=device)
+        for shape in shapes
+        for ep in ep_sizes
+    ]
+    console.print(f"MiB of one rank, {backend}, {precision}, {num_tokens} tokens a rank")
+    console.print(
+        f"{'shape':<7}{'ep':>3}{'workspace':>12}{'forward part':>14}{'saved':>10}{'symmetric':>12}"
+    )
+    for row in rows:
+        console.print(
+            f"{row.shape:<7}{row.ep:>3}{row.workspace_bytes / _MIB:>12.1f}"
+            f"{row.forward_workspace_bytes / _MIB:>14.1f}{row.saved_bytes / _MIB:>10.1f}"
+            f"{row.symmetric_bytes / _MIB:>12.1f}"
+        )
 
 
 def _device(name: str | None) -> torch.device:
