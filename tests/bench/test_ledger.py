@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from weft_moe.bench import ledger
-from weft_moe.bench.layer import BASELINE, DIRECTIONS, SHAPES, Problem, Row, measure
+from weft_moe.bench.layer import BASELINE, DIRECTIONS, SHAPES, Case, Problem, Row, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -73,8 +73,8 @@ def test_flops_are_the_layers_own() -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    options = dict(num_tokens=32, precision="fp32", device=CPU, regimes=("burst",), dense_size=64)
-    return list(measure("tiny", note=print, **options))
+    options = dict(precision="fp32", device=CPU, regimes=("burst",), dense_size=64)
+    return list(measure(Case("tiny", 32), note=print, **options))
 
 
 def test_each_row_follows_from_its_times(rows: list[Row]) -> None:

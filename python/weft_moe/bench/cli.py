@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,16 +12,22 @@ from rich.console import Console
 
 from ..train.dispatch import ACTIVATION_DTYPES
 from . import ledger
-from .layer import DIRECTIONS, SHAPES, Row, measure
+from .layer import DIRECTIONS, SHAPES, Case, Row, measure
 from .plan import DEFAULT_BINARY, run_plan_benchmark
+from .ratios import ratios
 from .timing import REGIMES
 
 _USAGE_ERROR = 2
 _MIB = 2**20
 
-# What stands in a record: the project's two shapes at a training step's token count.
 _RECORD_SHAPES = ("30b", "235b")
 _TOKENS = {"cuda": 16384, "cpu": 512}
+# What stands in a record: the project's two shapes at a training step's token count, and a batch of
+# a quarter, in which the fixed cost of a call shows.
+_RECORD_CASES = (
+    *(Case(shape, _TOKENS["cuda"]) for shape in _RECORD_SHAPES),
+    Case("30b", _TOKENS["cuda"] // 4, directions=("forward", "backward")),
+)
 # Ranks of the memory table.
 _MEMORY_EP = (1, 2, 4, 8)
 # A dense product large enough to reach the device's rate and small enough to be quick on it.
@@ -45,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     layer = commands.add_parser("layer", help="time forward and backward of one layer")
     layer.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     layer.add_argument("--shape", choices=tuple(SHAPES), nargs="+", help="default: by device")
-    layer.add_argument("--tokens", type=int, help="tokens of the rank; default: by device")
+    layer.add_argument(
+        "--tokens", type=int, nargs="+", help="tokens of the rank, one count or several; by device"
+    )
     layer.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
     layer.add_argument("--regime", choices=tuple(REGIMES), nargs="+", default=tuple(REGIMES))
     layer.add_argument("--direction", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
@@ -78,18 +87,18 @@ def _parser() -> argparse.ArgumentParser:
 def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
     device = _device(arguments.device)
     shapes = arguments.shape or (_RECORD_SHAPES if device.type == "cuda" else ("tiny",))
-    tokens = _TOKENS[device.type] if arguments.tokens is None else arguments.tokens
-    if tokens < 1:
-        raise ValueError(f"--tokens {tokens}: at least 1")
-    _measure(
-        shapes,
+    tokens = arguments.tokens or [_TOKENS[device.type]]
+    if min(tokens) < 1:
+        raise ValueError(f"--tokens {min(tokens)}: at least 1")
+    directions = tuple(arguments.direction)
+    rows = _measure(
+        [Case(shape, count, directions) for shape in shapes for count in tokens],
         console,
         device=device,
-        num_tokens=tokens,
         precision=arguments.precision,
         regimes=tuple(arguments.regime),
-        directions=tuple(arguments.direction),
     )
+    _print_ratios(rows, console)
 
 
 def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
@@ -110,9 +119,8 @@ def _run_plan(arguments: argparse.Namespace, console: Console) -> None:
 def _run_record(arguments: argparse.Namespace, console: Console) -> None:
     device = _device("cuda")
     tests = ledger.count_tests(arguments.tests, arguments.skipped)
-    rows = _measure(
-        _RECORD_SHAPES, console, device=device, num_tokens=_TOKENS["cuda"], precision="bf16"
-    )
+    rows = _measure(_RECORD_CASES, console, device=device, precision="bf16")
+    _print_ratios(rows, console)
     layer = [row.as_dict() for row in rows]
     ledger.write_record(
         arguments.output, root=arguments.root, device=device, tests=tests, layer=layer
@@ -121,26 +129,38 @@ def _run_record(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _measure(
-    shapes: tuple[str, ...], console: Console, *, device: torch.device, **options
+    cases: Iterable[Case], console: Console, *, device: torch.device, **options
 ) -> list[Row]:
-    """Measure shape after shape and print each row as it comes."""
+    """Measure case after case and print each row as it comes."""
     console.print(
-        f"{'implementation':<15}{'shape':<7}{'precision':<10}{'direction':<19}{'regime':<8}"
-        f"{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
+        f"{'implementation':<15}{'shape':<6}{'tokens':>6}  {'precision':<10}{'direction':<19}"
+        f"{'regime':<8}{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
     )
     rows = []
-    for shape in shapes:
+    for case in cases:
         for row in measure(
-            shape, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
+            case, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
         ):
             rows.append(row)
             speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
             console.print(
-                f"{row.implementation:<15}{row.shape:<7}{row.precision:<10}{row.direction:<19}"
-                f"{row.regime:<8}{row.ms:>9.3f}{row.tflops:>10.4g}{row.dense_tflops:>9.4g}"
-                f"{row.share_of_dense:>8.1%}{speedup:>9}  {'yes' if row.repeatable else 'no'}"
+                f"{row.implementation:<15}{row.shape:<6}{row.tokens_per_rank:>6}  "
+                f"{row.precision:<10}{row.direction:<19}{row.regime:<8}{row.ms:>9.3f}"
+                f"{row.tflops:>10.4g}{row.dense_tflops:>9.4g}{row.share_of_dense:>8.1%}"
+                f"{speedup:>9}  {'yes' if row.repeatable else 'no'}"
             )
     return rows
+
+
+def _print_ratios(rows: list[Row], console: Console) -> None:
+    """A line a ratio, with the most that it should be."""
+    for ratio in ratios(rows):
+        row = ratio.row
+        target = "" if ratio.target is None else f"  target on a GPU: at most {ratio.target:g}"
+        console.print(
+            f"{row.implementation} {row.shape} {row.precision} {row.direction}, {row.regime}: "
+            f"{ratio.meaning}: {ratio.value:.2f}{target}"
+        )
 
 
 def _print_memory(

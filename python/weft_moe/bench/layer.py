@@ -49,6 +49,15 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
+class Case:
+    """What `measure` measures: directions of a shape, a key of `SHAPES`, with so many tokens."""
+
+    shape: str
+    tokens_per_rank: int
+    directions: tuple[str, ...] = DIRECTIONS
+
+
+@dataclass(frozen=True)
 class Row:
     """One measurement; the fields of an entry under `layer` in a results file."""
 
@@ -164,44 +173,42 @@ def dense_launch(size: int, dtype: torch.dtype, device: torch.device) -> tuple[L
 
 
 def measure(
-    shape_name: str,
+    case: Case,
     *,
-    num_tokens: int,
     precision: str,
     device: torch.device,
     regimes: tuple[str, ...] = tuple(REGIMES),
-    directions: tuple[str, ...] = DIRECTIONS,
     dense_size: int,
     note: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Yield the rows of one shape as they are measured: each implementation that can run it.
+    """Yield the rows of one case as they are measured: each implementation that can run it.
 
     Args:
-        shape_name: a key of `SHAPES`.
-        num_tokens: tokens of the one rank.
+        case: what to measure.
         precision: of the layer; the dense product is in its activation dtype.
-        regimes, directions: which to measure.
+        device: where.
+        regimes: which to measure.
         dense_size: rows and columns of the dense product.
         note: told what is left out and why, and how even the routing is.
     """
-    problem = Problem(SHAPES[shape_name], num_tokens, precision, device)
+    problem = Problem(SHAPES[case.shape], case.tokens_per_rank, precision, device)
     counts = problem.rows_per_expert()
     note(
-        f"{shape_name}: {num_tokens} tokens, {counts.sum().item()} routed rows, "
+        f"{case.shape}: {case.tokens_per_rank} tokens, {counts.sum().item()} routed rows, "
         f"{counts.min().item()} to {counts.max().item()} an expert"
     )
-    dispatches: dict[str, dict[str, Dispatch]] = {direction: {} for direction in directions}
+    dispatches: dict[str, dict[str, Dispatch]] = {direction: {} for direction in case.directions}
     for implementation in IMPLEMENTATIONS:
-        for direction in directions:
+        for direction in case.directions:
             try:
                 dispatches[direction][implementation] = dispatch_for(
                     implementation, problem, training=direction != "forward"
                 )
             except (ValueError, ImportError) as reason:
-                note(f"{shape_name}: {implementation} {direction} is not measured: {reason}")
+                note(f"{case.shape}: {implementation} {direction} is not measured: {reason}")
     repeatable = {
         (direction, implementation): is_repeatable(direction, dispatch, problem)
-        for direction in directions
+        for direction in case.directions
         for implementation, dispatch in dispatches[direction].items()
     }
 
@@ -209,8 +216,8 @@ def measure(
         time_ms = REGIMES[regime]
         launch, dense_flops = dense_launch(dense_size, ACTIVATION_DTYPES[precision], device)
         dense_tflops = dense_flops / time_ms(launch, device) / 1e9
-        for direction in directions:
-            flops = problem.shape.flops(direction, num_tokens)
+        for direction in case.directions:
+            flops = problem.shape.flops(direction, case.tokens_per_rank)
             unfused_ms = None
             for implementation, dispatch in dispatches[direction].items():
                 ms = time_ms(make_launch(direction, dispatch, problem), device)
@@ -218,12 +225,12 @@ def measure(
                     unfused_ms = ms
                 yield Row(
                     implementation=implementation,
-                    shape=shape_name,
+                    shape=case.shape,
                     ep=1,
                     virtual=False,
                     precision=precision,
                     direction=direction,
-                    tokens_per_rank=num_tokens,
+                    tokens_per_rank=case.tokens_per_rank,
                     regime=regime,
                     ms=ms,
                     tflops=flops / ms / 1e9,
