@@ -48,15 +48,24 @@ def test_only_wefts_forward_has_a_target_per_token() -> None:
         assert [ratio.target for ratio in ratios(rows)] == [None]
 
 
+def test_virtual_ranks_are_held_against_one_rank_with_all_their_tokens() -> None:
+    virtual = replace(ROW, ep=4, virtual=True, tokens_per_rank=256, ms=2.3)
+    (ratio,) = ratios([ROW, virtual])
+    assert (ratio.row, ratio.target) == (virtual, 1.25)
+    assert ratio.value == pytest.approx(1.15)
+    assert "4 virtual ranks of 256 : 1 rank of 1024 tokens" in ratio.meaning
+    assert not list(ratios([replace(ROW, tokens_per_rank=512), virtual])), "not the same work"
+
+
 def test_layer_prints_rows_of_each_token_count_and_their_ratio(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = "layer --device cpu --shape tiny --tokens 32 64 --precision fp32 --regime burst"
     assert main([*words.split(), "--direction", "forward"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split()[:3] for line in lines if " burst " in line]
+    rows = [line.split()[:4] for line in lines if " burst " in line]
     assert rows == [
-        [implementation, "tiny", tokens]
+        [implementation, "tiny", "1", tokens]
         for tokens in ("32", "64")
         for implementation in ("unfused", "weft")
     ]

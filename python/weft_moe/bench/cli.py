@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from .layer import DIRECTIONS, SHAPES, Case, Row, measure
 from .plan import DEFAULT_BINARY, run_plan_benchmark
 from .ratios import ratios
 from .timing import REGIMES
+from .virtual import measure_virtual
 
 _USAGE_ERROR = 2
 _MIB = 2**20
@@ -23,10 +25,10 @@ _MIB = 2**20
 _RECORD_SHAPES = ("30b", "235b")
 _TOKENS = {"cuda": 16384, "cpu": 512}
 # What stands in a record: the project's two shapes at a training step's token count, and a batch of
-# a quarter, in which the fixed cost of a call shows.
+# a quarter, in which the fixed cost of a call shows: alone, and on each of four ranks.
 _RECORD_CASES = (
     *(Case(shape, _TOKENS["cuda"]) for shape in _RECORD_SHAPES),
-    Case("30b", _TOKENS["cuda"] // 4, directions=("forward", "backward")),
+    *(Case("30b", _TOKENS["cuda"] // 4, ("forward", "backward"), ep) for ep in (1, 4)),
 )
 # Ranks of the memory table.
 _MEMORY_EP = (1, 2, 4, 8)
@@ -54,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument("--shape", choices=tuple(SHAPES), nargs="+", help="default: by device")
     layer.add_argument(
         "--tokens", type=int, nargs="+", help="tokens of the rank, one count or several; by device"
+    )
+    layer.add_argument(
+        "--virtual-ranks", type=int, help="also share the tokens out to this many ranks"
     )
     layer.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
     layer.add_argument("--regime", choices=tuple(REGIMES), nargs="+", default=tuple(REGIMES))
@@ -91,14 +96,22 @@ def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
     if min(tokens) < 1:
         raise ValueError(f"--tokens {min(tokens)}: at least 1")
     directions = tuple(arguments.direction)
-    rows = _measure(
-        [Case(shape, count, directions) for shape in shapes for count in tokens],
-        console,
-        device=device,
-        precision=arguments.precision,
-        regimes=tuple(arguments.regime),
-    )
+    cases = [Case(shape, count, directions) for shape in shapes for count in tokens]
+    if arguments.virtual_ranks is not None:
+        cases += [_shared_out(case, arguments.virtual_ranks) for case in cases]
+    options = dict(precision=arguments.precision, regimes=tuple(arguments.regime))
+    rows = list(_measure(cases, console, device=device, **options))
     _print_ratios(rows, console)
+
+
+def _shared_out(case: Case, num_ranks: int) -> Case:
+    """The same work on virtual ranks."""
+    if not 2 <= num_ranks <= 64 or case.tokens_per_rank % num_ranks:
+        raise ValueError(
+            f"--virtual-ranks {num_ranks} with {case.tokens_per_rank} tokens: 2 to 64 ranks, which "
+            "share the tokens evenly"
+        )
+    return replace(case, tokens_per_rank=case.tokens_per_rank // num_ranks, ep=num_ranks)
 
 
 def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
@@ -119,37 +132,48 @@ def _run_plan(arguments: argparse.Namespace, console: Console) -> None:
 def _run_record(arguments: argparse.Namespace, console: Console) -> None:
     device = _device("cuda")
     tests = ledger.count_tests(arguments.tests, arguments.skipped)
-    rows = _measure(_RECORD_CASES, console, device=device, precision="bf16")
+    rows: list[Row] = []
+    fault = None
+    try:
+        for row in _measure(_RECORD_CASES, console, device=device, precision="bf16"):
+            rows.append(row)
+    except ValueError as error:  # of virtual ranks, the last: what was measured before them stands
+        fault = error
     _print_ratios(rows, console)
+    try:
+        _print_memory(console, device=device)
+    except (ValueError, ImportError) as reason:
+        console.print(f"no memory to show: {reason}")
     layer = [row.as_dict() for row in rows]
     ledger.write_record(
         arguments.output, root=arguments.root, device=device, tests=tests, layer=layer
     )
     console.print(f"wrote {arguments.output} and {arguments.output.with_suffix('.png')}")
+    if fault is not None:
+        raise fault
 
 
 def _measure(
     cases: Iterable[Case], console: Console, *, device: torch.device, **options
-) -> list[Row]:
-    """Measure case after case and print each row as it comes."""
+) -> Iterator[Row]:
+    """Measure case after case; print and yield each row as it comes."""
     console.print(
-        f"{'implementation':<15}{'shape':<6}{'tokens':>6}  {'precision':<10}{'direction':<19}"
+        f"{'implementation':<15}{'shape':<6}{'ep':>2}{'tokens':>7}  {'precision':<10}{'direction':<19}"
         f"{'regime':<8}{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
     )
-    rows = []
     for case in cases:
-        for row in measure(
+        measure_case = measure_virtual if case.ep > 1 else measure
+        for row in measure_case(
             case, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
         ):
-            rows.append(row)
             speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
             console.print(
-                f"{row.implementation:<15}{row.shape:<6}{row.tokens_per_rank:>6}  "
+                f"{row.implementation:<15}{row.shape:<6}{row.ep:>2}{row.tokens_per_rank:>7}  "
                 f"{row.precision:<10}{row.direction:<19}{row.regime:<8}{row.ms:>9.3f}"
                 f"{row.tflops:>10.4g}{row.dense_tflops:>9.4g}{row.share_of_dense:>8.1%}"
                 f"{speedup:>9}  {'yes' if row.repeatable else 'no'}"
             )
-    return rows
+            yield row
 
 
 def _print_ratios(rows: list[Row], console: Console) -> None:
