@@ -108,3 +108,11 @@ def test_a_problem_is_the_same_again() -> None:
     first, again = (Problem(SHAPES["tiny"], 16, "bf16", CPU) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.inputs, again.inputs, strict=True))
     assert (first.topk_idx.sort(1).values.diff(dim=1) > 0).all(), "a token's experts are distinct"
+
+
+def test_plot_shows_one_rank_with_the_most_tokens(rows: list[Row]) -> None:
+    shown = [row.as_dict() for row in rows]
+    others = [{**row, "tokens_per_rank": 8, "ep": ep} for row in shown for ep in (1, 4)]
+    others += [{**row, "tokens_per_rank": 512, "ep": 2} for row in shown]
+    another = [{**row, "shape": "another", "tokens_per_rank": 8} for row in shown]
+    assert ledger._plotted(others + shown + another) == shown + another
