@@ -3,6 +3,7 @@
 
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "errors.hpp"
@@ -74,10 +75,8 @@ std::string supports(bool cpu, int64_t hidden, int64_t intermediate, int64_t num
   return (training ? weft_supports_training : weft_supports)(&config) == WEFT_OK ? "" : weft_last_error();
 }
 
-// Bytes of a forward's `saved` tensor of one rank; fake kernels need them before anything runs.
-int64_t saved_bytes(int64_t group, bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
+weft_sizes sizes_of(bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k, int64_t ep_size,
                     int64_t precision, int64_t save, int64_t max_tokens, double clamp_limit) {
-  const int32_t ep_size = find_group(group)->ep_size();
   const std::string reason = beyond_int32(num_experts, top_k, ep_size);
   require(reason.empty(), reason);
   const weft_config config =
@@ -85,7 +84,26 @@ int64_t saved_bytes(int64_t group, bool cpu, int64_t hidden, int64_t intermediat
   weft_sizes sizes;
   WEFT_INIT(sizes);
   check(weft_query_sizes(&config, &sizes));
-  return sizes.saved_bytes;
+  return sizes;
+}
+
+// Bytes of a forward's `saved` tensor of one rank; fake kernels need them before anything runs.
+int64_t saved_bytes(int64_t group, bool cpu, int64_t hidden, int64_t intermediate, int64_t num_experts, int64_t top_k,
+                    int64_t precision, int64_t save, int64_t max_tokens, double clamp_limit) {
+  return sizes_of(cpu, hidden, intermediate, num_experts, top_k, find_group(group)->ep_size(), precision, save,
+                  max_tokens, clamp_limit)
+      .saved_bytes;
+}
+
+// Bytes that one rank needs: workspace, the part of it that a forward needs, saved, symmetric data, symmetric flags.
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> memory_bytes(bool cpu, int64_t hidden, int64_t intermediate,
+                                                                     int64_t num_experts, int64_t top_k,
+                                                                     int64_t ep_size, int64_t precision, int64_t save,
+                                                                     int64_t max_tokens) {
+  const weft_sizes sizes = sizes_of(cpu, hidden, intermediate, num_experts, top_k, ep_size, precision, save, max_tokens,
+                                    /*clamp_limit=*/0);
+  return {sizes.workspace_bytes, sizes.forward_workspace_bytes, sizes.saved_bytes, sizes.symmetric_bytes,
+          sizes.symmetric_flag_bytes};
 }
 
 std::string version() { return weft_version(); }
@@ -113,6 +131,9 @@ STABLE_TORCH_LIBRARY(weft, library) {
   library.def(
       "saved_bytes(int group, bool cpu, int hidden, int intermediate, int num_experts, int top_k, int precision, "
       "int save, int max_tokens, float clamp_limit) -> int");
+  library.def(
+      "memory_bytes(bool cpu, int hidden, int intermediate, int num_experts, int top_k, int ep_size, int precision, "
+      "int save, int max_tokens) -> (int, int, int, int, int)");
   library.def("version() -> str");
   library.def("compiler() -> str");
 }
@@ -126,6 +147,7 @@ STABLE_TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, library) {
   library.impl("check_layers", TORCH_BOX(&weft_torch::check_layers));
   library.impl("supports", TORCH_BOX(&weft_torch::supports));
   library.impl("saved_bytes", TORCH_BOX(&weft_torch::saved_bytes));
+  library.impl("memory_bytes", TORCH_BOX(&weft_torch::memory_bytes));
   library.impl("version", TORCH_BOX(&weft_torch::version));
   library.impl("compiler", TORCH_BOX(&weft_torch::compiler));
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from weft_moe.bench import ledger
-from weft_moe.bench.layer import BASELINE, DIRECTIONS, SHAPES, Problem, Row, measure
+from weft_moe.bench.layer import BASELINE, DIRECTIONS, SHAPES, Case, Problem, Row, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -73,8 +73,8 @@ def test_flops_are_the_layers_own() -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    options = dict(num_tokens=32, precision="fp32", device=CPU, regimes=("burst",), dense_size=64)
-    return list(measure("tiny", note=print, **options))
+    options = dict(precision="fp32", device=CPU, regimes=("burst",), dense_size=64)
+    return list(measure(Case("tiny", 32), note=print, **options))
 
 
 def test_each_row_follows_from_its_times(rows: list[Row]) -> None:
@@ -108,3 +108,11 @@ def test_a_problem_is_the_same_again() -> None:
     first, again = (Problem(SHAPES["tiny"], 16, "bf16", CPU) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.inputs, again.inputs, strict=True))
     assert (first.topk_idx.sort(1).values.diff(dim=1) > 0).all(), "a token's experts are distinct"
+
+
+def test_plot_shows_one_rank_with_the_most_tokens(rows: list[Row]) -> None:
+    shown = [row.as_dict() for row in rows]
+    others = [{**row, "tokens_per_rank": 8, "ep": ep} for row in shown for ep in (1, 4)]
+    others += [{**row, "tokens_per_rank": 512, "ep": 2} for row in shown]
+    another = [{**row, "shape": "another", "tokens_per_rank": 8} for row in shown]
+    assert ledger._plotted(others + shown + another) == shown + another

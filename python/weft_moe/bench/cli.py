@@ -1,9 +1,11 @@
-"""weft-bench: the layer benchmark, the routing-plan benchmark, and the record of a GPU."""
+"""weft-bench: the layer and its memory, the routing plan, and the record of a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,15 +13,25 @@ from rich.console import Console
 
 from ..train.dispatch import ACTIVATION_DTYPES
 from . import ledger
-from .layer import DIRECTIONS, SHAPES, Row, measure
+from .layer import DIRECTIONS, SHAPES, Case, Row, measure
 from .plan import DEFAULT_BINARY, run_plan_benchmark
+from .ratios import ratios
 from .timing import REGIMES
+from .virtual import measure_virtual
 
 _USAGE_ERROR = 2
+_MIB = 2**20
 
-# What stands in a record: the project's two shapes at a training step's token count.
 _RECORD_SHAPES = ("30b", "235b")
 _TOKENS = {"cuda": 16384, "cpu": 512}
+# What stands in a record: the project's two shapes at a training step's token count, and a batch of
+# a quarter, in which the fixed cost of a call shows: alone, and on each of four ranks.
+_RECORD_CASES = (
+    *(Case(shape, _TOKENS["cuda"]) for shape in _RECORD_SHAPES),
+    *(Case("30b", _TOKENS["cuda"] // 4, ("forward", "backward"), ep) for ep in (1, 4)),
+)
+# Ranks of the memory table.
+_MEMORY_EP = (1, 2, 4, 8)
 # A dense product large enough to reach the device's rate and small enough to be quick on it.
 _DENSE_SIZE = {"cuda": 8192, "cpu": 1024}
 
@@ -29,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments, Console(soft_wrap=True, highlight=False))
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"weft-bench: {error}", file=sys.stderr)
         return _USAGE_ERROR
     return 0
@@ -42,11 +54,26 @@ def _parser() -> argparse.ArgumentParser:
     layer = commands.add_parser("layer", help="time forward and backward of one layer")
     layer.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     layer.add_argument("--shape", choices=tuple(SHAPES), nargs="+", help="default: by device")
-    layer.add_argument("--tokens", type=int, help="tokens of the rank; default: by device")
+    layer.add_argument(
+        "--tokens", type=int, nargs="+", help="tokens of the rank, one count or several; by device"
+    )
+    layer.add_argument(
+        "--virtual-ranks", type=int, help="also share the tokens out to this many ranks"
+    )
     layer.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
     layer.add_argument("--regime", choices=tuple(REGIMES), nargs="+", default=tuple(REGIMES))
     layer.add_argument("--direction", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
     layer.set_defaults(run=_run_layer)
+
+    memory = commands.add_parser("memory", help="print the bytes that a rank needs")
+    memory.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+    )
+    memory.add_argument("--shape", choices=tuple(SHAPES), nargs="+", default=_RECORD_SHAPES)
+    memory.add_argument("--tokens", type=int, default=_TOKENS["cuda"], help="most tokens of a rank")
+    memory.add_argument("--ep", type=int, nargs="+", default=_MEMORY_EP, help="ranks")
+    memory.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
+    memory.set_defaults(run=_run_memory)
 
     plan = commands.add_parser("plan", help="time the routing plan on the CPU")
     plan.add_argument("--binary", type=Path, default=DEFAULT_BINARY)
@@ -65,17 +92,36 @@ def _parser() -> argparse.ArgumentParser:
 def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
     device = _device(arguments.device)
     shapes = arguments.shape or (_RECORD_SHAPES if device.type == "cuda" else ("tiny",))
-    tokens = _TOKENS[device.type] if arguments.tokens is None else arguments.tokens
-    if tokens < 1:
-        raise ValueError(f"--tokens {tokens}: at least 1")
-    _measure(
-        shapes,
+    tokens = arguments.tokens or [_TOKENS[device.type]]
+    if min(tokens) < 1:
+        raise ValueError(f"--tokens {min(tokens)}: at least 1")
+    directions = tuple(arguments.direction)
+    cases = [Case(shape, count, directions) for shape in shapes for count in tokens]
+    if arguments.virtual_ranks is not None:
+        cases += [_shared_out(case, arguments.virtual_ranks) for case in cases]
+    options = dict(precision=arguments.precision, regimes=tuple(arguments.regime))
+    rows = list(_measure(cases, console, device=device, **options))
+    _print_ratios(rows, console)
+
+
+def _shared_out(case: Case, num_ranks: int) -> Case:
+    """The same work on virtual ranks."""
+    if not 2 <= num_ranks <= 64 or case.tokens_per_rank % num_ranks:
+        raise ValueError(
+            f"--virtual-ranks {num_ranks} with {case.tokens_per_rank} tokens: 2 to 64 ranks, which "
+            "share the tokens evenly"
+        )
+    return replace(case, tokens_per_rank=case.tokens_per_rank // num_ranks, ep=num_ranks)
+
+
+def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
+    _print_memory(
         console,
-        device=device,
-        num_tokens=tokens,
+        device=_device(arguments.device),
+        shapes=tuple(arguments.shape),
+        ep_sizes=tuple(arguments.ep),
+        num_tokens=arguments.tokens,
         precision=arguments.precision,
-        regimes=tuple(arguments.regime),
-        directions=tuple(arguments.direction),
     )
 
 
@@ -86,37 +132,91 @@ def _run_plan(arguments: argparse.Namespace, console: Console) -> None:
 def _run_record(arguments: argparse.Namespace, console: Console) -> None:
     device = _device("cuda")
     tests = ledger.count_tests(arguments.tests, arguments.skipped)
-    rows = _measure(
-        _RECORD_SHAPES, console, device=device, num_tokens=_TOKENS["cuda"], precision="bf16"
-    )
+    rows: list[Row] = []
+    fault = None
+    try:
+        for row in _measure(_RECORD_CASES, console, device=device, precision="bf16"):
+            rows.append(row)
+    except ValueError as error:  # of virtual ranks, the last: what was measured before them stands
+        fault = error
+    _print_ratios(rows, console)
+    try:
+        _print_memory(console, device=device)
+    except (ValueError, ImportError) as reason:
+        console.print(f"no memory to show: {reason}")
     layer = [row.as_dict() for row in rows]
     ledger.write_record(
         arguments.output, root=arguments.root, device=device, tests=tests, layer=layer
     )
     console.print(f"wrote {arguments.output} and {arguments.output.with_suffix('.png')}")
+    if fault is not None:
+        raise fault
 
 
 def _measure(
-    shapes: tuple[str, ...], console: Console, *, device: torch.device, **options
-) -> list[Row]:
-    """Measure shape after shape and print each row as it comes."""
+    cases: Iterable[Case], console: Console, *, device: torch.device, **options
+) -> Iterator[Row]:
+    """Measure case after case; print and yield each row as it comes."""
     console.print(
-        f"{'implementation':<15}{'shape':<7}{'precision':<10}{'direction':<19}{'regime':<8}"
-        f"{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
+        f"{'implementation':<15}{'shape':<6}{'ep':>2}{'tokens':>7}  {'precision':<10}{'direction':<19}"
+        f"{'regime':<8}{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
     )
-    rows = []
-    for shape in shapes:
-        for row in measure(
-            shape, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
+    for case in cases:
+        measure_case = measure_virtual if case.ep > 1 else measure
+        for row in measure_case(
+            case, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
         ):
-            rows.append(row)
             speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
             console.print(
-                f"{row.implementation:<15}{row.shape:<7}{row.precision:<10}{row.direction:<19}"
-                f"{row.regime:<8}{row.ms:>9.3f}{row.tflops:>10.4g}{row.dense_tflops:>9.4g}"
-                f"{row.share_of_dense:>8.1%}{speedup:>9}  {'yes' if row.repeatable else 'no'}"
+                f"{row.implementation:<15}{row.shape:<6}{row.ep:>2}{row.tokens_per_rank:>7}  "
+                f"{row.precision:<10}{row.direction:<19}{row.regime:<8}{row.ms:>9.3f}"
+                f"{row.tflops:>10.4g}{row.dense_tflops:>9.4g}{row.share_of_dense:>8.1%}"
+                f"{speedup:>9}  {'yes' if row.repeatable else 'no'}"
             )
-    return rows
+            yield row
+
+
+def _print_ratios(rows: list[Row], console: Console) -> None:
+    """A line a ratio, with the most that it should be."""
+    for ratio in ratios(rows):
+        row = ratio.row
+        target = "" if ratio.target is None else f"  target on a GPU: at most {ratio.target:g}"
+        console.print(
+            f"{row.implementation} {row.shape} {row.precision} {row.direction}, {row.regime}: "
+            f"{ratio.meaning}: {ratio.value:.2f}{target}"
+        )
+
+
+def _print_memory(
+    console: Console,
+    *,
+    device: torch.device,
+    shapes: tuple[str, ...] = _RECORD_SHAPES,
+    ep_sizes: tuple[int, ...] = _MEMORY_EP,
+    num_tokens: int = _TOKENS["cuda"],
+    precision: str = "bf16",
+) -> None:
+    """The memory of one rank, a line for each shape and number of ranks."""
+    from .memory import memory_of  # needs the compiled extension, which other commands do without
+
+    backend = {"cuda": "CUDA backend", "cpu": "CPU backend"}[device.type]
+    if not torch.cuda.is_available():
+        backend += " (no GPU is visible)"
+    rows = [
+        memory_of(shape, ep_size=ep, num_tokens=num_tokens, precision=precision, device=device)
+        for shape in shapes
+        for ep in ep_sizes
+    ]
+    console.print(f"MiB of one rank, {backend}, {precision}, {num_tokens} tokens a rank")
+    console.print(
+        f"{'shape':<7}{'ep':>3}{'workspace':>12}{'forward part':>14}{'saved':>10}{'symmetric':>12}"
+    )
+    for row in rows:
+        console.print(
+            f"{row.shape:<7}{row.ep:>3}{row.workspace_bytes / _MIB:>12.1f}"
+            f"{row.forward_workspace_bytes / _MIB:>14.1f}{row.saved_bytes / _MIB:>10.1f}"
+            f"{row.symmetric_bytes / _MIB:>12.1f}"
+        )
 
 
 def _device(name: str | None) -> torch.device:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..train.dispatch import ACTIVATION_DTYPES, Dispatch, MoeLayer, make_dispatch
+from ..train.dispatch import ACTIVATION_DTYPES, MoeLayer, make_dispatch
 from .timing import REGIMES, Launch
 
 # Implementation -> dispatch type. The first is the baseline of all others.
@@ -24,6 +25,9 @@ BASELINE = "unfused"
 # gate and up; the down projection is not needed again.
 _PRODUCTS = {"forward": 3, "backward": 6, "backward_recompute": 8}
 DIRECTIONS = tuple(_PRODUCTS)
+
+# The longest wait of a virtual rank for another, in seconds: beyond any launch, yet a fault ends.
+_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Shape:
     top_k: int
 
     def flops(self, direction: str, num_tokens: int) -> int:
-        """Arithmetic of one rank's call when all its routes are valid and the load is even."""
+        """Arithmetic of a call with so many tokens over all ranks, when all routes are valid."""
         num_rows = num_tokens * self.top_k
         return _PRODUCTS[direction] * 2 * num_rows * self.hidden * self.intermediate
 
@@ -49,8 +53,20 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
+class Case:
+    """What `measure` measures: directions of a shape, a key of `SHAPES`, with so many tokens on each
+    of `ep` ranks, which are virtual where they are several."""
+
+    shape: str
+    tokens_per_rank: int
+    directions: tuple[str, ...] = DIRECTIONS
+    ep: int = 1
+
+
+@dataclass(frozen=True)
 class Row:
-    """One measurement; the fields of an entry under `layer` in a results file."""
+    """One measurement; the fields of an entry under `layer` in a results file. Its work is that of
+    all ranks: virtual ranks share the one device."""
 
     implementation: str
     shape: str
@@ -64,7 +80,7 @@ class Row:
     tflops: float
     dense_tflops: float
     share_of_dense: float
-    unfused_ms: float | None  # None where the unfused layer cannot run the precision
+    unfused_ms: float | None  # None where the unfused layer cannot run the case
     speedup: float | None
     repeatable: bool
 
@@ -77,48 +93,59 @@ class Row:
 
 
 class Problem:
-    """Random inputs of one layer on one rank, the same for the same arguments."""
+    """Random inputs of one layer, the same for the same arguments. `ep_size` ranks share the tokens
+    and experts that one rank with all the tokens would have; where they are several, each entry of
+    `inputs` is a list with one tensor a rank."""
 
     def __init__(
-        self, shape: Shape, num_tokens: int, precision: str, device: torch.device, seed: int = 0
+        self,
+        shape: Shape,
+        num_tokens: int,
+        precision: str,
+        device: torch.device,
+        seed: int = 0,
+        ep_size: int = 1,
     ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
         dtype = ACTIVATION_DTYPES[precision]
 
         def normal(*size: int, std: float = 1.0) -> Tensor:
             values = torch.randn(size, generator=generator, device=device, dtype=dtype)
-            return values.mul_(std).requires_grad_()
+            return values.mul_(std)
+
+        def shared(whole: Tensor) -> list[Tensor]:
+            return [part.requires_grad_() for part in whole.chunk(ep_size)]
 
         e, h, i = shape.num_experts, shape.hidden, shape.intermediate
+        total = num_tokens * ep_size
         self.shape = shape
         self.num_tokens = num_tokens
         self.precision = precision
         self.device = device
-        self.x = normal(num_tokens, h)
-        self.gate_up = normal(e, 2 * i, h, std=h**-0.5)
-        self.down = normal(e, h, i, std=i**-0.5)
-        self.dy = normal(num_tokens, h).detach()
-        scores = torch.rand(num_tokens, e, generator=generator, device=device)
+        self.ep_size = ep_size
+        x = shared(normal(total, h))
+        gate_up = shared(normal(e, 2 * i, h, std=h**-0.5))
+        down = shared(normal(e, h, i, std=i**-0.5))
+        self.dy = normal(total, h).chunk(ep_size)
+        scores = torch.rand(total, e, generator=generator, device=device)
         top = scores.topk(shape.top_k)
         self.topk_idx = top.indices
-        self.topk_weights = (top.values / top.values.sum(1, keepdim=True)).requires_grad_()
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The arguments of a dispatch."""
-        return self.x, self.topk_idx, self.topk_weights, self.gate_up, self.down
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """The inputs that get a gradient."""
-        return self.x, self.topk_weights, self.gate_up, self.down
+        topk_weights = shared(top.values / top.values.sum(1, keepdim=True))
+        by_rank = (x, list(top.indices.chunk(ep_size)), topk_weights, gate_up, down)
+        # The arguments of a dispatch, and those among them that get a gradient.
+        self.inputs = by_rank if ep_size > 1 else tuple(tensors[0] for tensors in by_rank)
+        self.leaves = (*x, *topk_weights, *gate_up, *down)
 
     def rows_per_expert(self) -> Tensor:
         return self.topk_idx.flatten().bincount(minlength=self.shape.num_experts)
 
 
-def dispatch_for(implementation: str, problem: Problem, training: bool = True) -> Dispatch:
+def dispatch_for(
+    implementation: str, problem: Problem, training: bool = True
+) -> Callable[..., Tensor | list[Tensor]]:
     """Raises ValueError, with the reason, where the implementation cannot run the problem."""
+    if problem.ep_size > 1:
+        return _virtual_dispatch(implementation, problem, training)
     layer = MoeLayer(
         num_experts=problem.shape.num_experts,
         hidden=problem.shape.hidden,
@@ -132,7 +159,35 @@ def dispatch_for(implementation: str, problem: Problem, training: bool = True) -
     return make_dispatch(IMPLEMENTATIONS[implementation], layer)
 
 
-def make_launch(direction: str, dispatch: Dispatch, problem: Problem) -> Launch:
+def _virtual_dispatch(
+    implementation: str, problem: Problem, training: bool
+) -> Callable[..., list[Tensor]]:
+    if implementation == BASELINE:
+        raise ValueError("it has no virtual ranks")
+    import weft_moe  # needs the compiled extension, which the baseline does without
+
+    shape = problem.shape
+    if reason := weft_moe.supports(
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        precision=problem.precision,
+        device=problem.device,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        ep_size=problem.ep_size,
+        training=training,
+    ):
+        raise ValueError(reason)
+    return partial(
+        weft_moe.moe,
+        group=weft_moe.virtual_ep_group(problem.ep_size, device=problem.device),
+        num_experts=shape.num_experts,
+        precision=problem.precision,
+        deadline_s=_DEADLINE_S,
+    )
+
+
+def make_launch(direction: str, dispatch: Callable, problem: Problem) -> Launch:
     """What one launch of a direction calls."""
     if direction == "forward":
         return torch.no_grad()(lambda: dispatch(*problem.inputs))
@@ -143,12 +198,12 @@ def make_launch(direction: str, dispatch: Dispatch, problem: Problem) -> Launch:
     return lambda: torch.autograd.grad(y, problem.leaves, problem.dy, retain_graph=True)
 
 
-def is_repeatable(direction: str, dispatch: Dispatch, problem: Problem) -> bool:
+def is_repeatable(direction: str, dispatch: Callable, problem: Problem) -> bool:
     """Whether two runs of a direction give the same bits: y, or every gradient."""
 
     def run() -> tuple[Tensor, ...]:
         result = make_launch(direction, dispatch, problem)()
-        return result if isinstance(result, tuple) else (result,)
+        return (result,) if isinstance(result, Tensor) else tuple(result)
 
     return all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
@@ -164,44 +219,43 @@ def dense_launch(size: int, dtype: torch.dtype, device: torch.device) -> tuple[L
 
 
 def measure(
-    shape_name: str,
+    case: Case,
     *,
-    num_tokens: int,
     precision: str,
     device: torch.device,
     regimes: tuple[str, ...] = tuple(REGIMES),
-    directions: tuple[str, ...] = DIRECTIONS,
     dense_size: int,
     note: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Yield the rows of one shape as they are measured: each implementation that can run it.
+    """Yield the rows of one case as they are measured: each implementation that can run it.
 
     Args:
-        shape_name: a key of `SHAPES`.
-        num_tokens: tokens of the one rank.
+        case: what to measure.
         precision: of the layer; the dense product is in its activation dtype.
-        regimes, directions: which to measure.
+        device: where.
+        regimes: which to measure.
         dense_size: rows and columns of the dense product.
         note: told what is left out and why, and how even the routing is.
     """
-    problem = Problem(SHAPES[shape_name], num_tokens, precision, device)
+    problem = Problem(SHAPES[case.shape], case.tokens_per_rank, precision, device, ep_size=case.ep)
     counts = problem.rows_per_expert()
+    ranks = f"{case.ep} virtual ranks of " if case.ep > 1 else ""
     note(
-        f"{shape_name}: {num_tokens} tokens, {counts.sum().item()} routed rows, "
+        f"{case.shape}: {ranks}{case.tokens_per_rank} tokens, {counts.sum().item()} routed rows, "
         f"{counts.min().item()} to {counts.max().item()} an expert"
     )
-    dispatches: dict[str, dict[str, Dispatch]] = {direction: {} for direction in directions}
+    dispatches: dict[str, dict[str, Callable]] = {direction: {} for direction in case.directions}
     for implementation in IMPLEMENTATIONS:
-        for direction in directions:
+        for direction in case.directions:
             try:
                 dispatches[direction][implementation] = dispatch_for(
                     implementation, problem, training=direction != "forward"
                 )
             except (ValueError, ImportError) as reason:
-                note(f"{shape_name}: {implementation} {direction} is not measured: {reason}")
+                note(f"{case.shape}: {implementation} {direction} is not measured: {reason}")
     repeatable = {
         (direction, implementation): is_repeatable(direction, dispatch, problem)
-        for direction in directions
+        for direction in case.directions
         for implementation, dispatch in dispatches[direction].items()
     }
 
@@ -209,8 +263,8 @@ def measure(
         time_ms = REGIMES[regime]
         launch, dense_flops = dense_launch(dense_size, ACTIVATION_DTYPES[precision], device)
         dense_tflops = dense_flops / time_ms(launch, device) / 1e9
-        for direction in directions:
-            flops = problem.shape.flops(direction, num_tokens)
+        for direction in case.directions:
+            flops = problem.shape.flops(direction, case.ep * case.tokens_per_rank)
             unfused_ms = None
             for implementation, dispatch in dispatches[direction].items():
                 ms = time_ms(make_launch(direction, dispatch, problem), device)
@@ -218,12 +272,12 @@ def measure(
                     unfused_ms = ms
                 yield Row(
                     implementation=implementation,
-                    shape=shape_name,
-                    ep=1,
-                    virtual=False,
+                    shape=case.shape,
+                    ep=case.ep,
+                    virtual=case.ep > 1,
                     precision=precision,
                     direction=direction,
-                    tokens_per_rank=num_tokens,
+                    tokens_per_rank=case.tokens_per_rank,
                     regime=regime,
                     ms=ms,
                     tflops=flops / ms / 1e9,

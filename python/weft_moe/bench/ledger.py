@@ -19,6 +19,9 @@ import torch
 # What `sources_sha256` covers, and what must be committed for `commit` to name it.
 _SOURCES = ("include", "src")
 
+# Implementation -> colour of its bars.
+_COLORS = {"unfused": "tab:gray", "weft": "tab:blue"}
+
 
 def sources_sha256(root: Path) -> str:
     """What `find include src -type f | LC_ALL=C sort | xargs sha256sum | sha256sum` prints."""
@@ -94,29 +97,66 @@ def write_record(
 
 
 def plot(record: dict, path: Path) -> None:
-    """Bars of TFLOP/s a direction, with the dense product of the same regime as a line."""
+    """TFLOP/s of each implementation a direction, with the dense product of the same regime as a
+    line: one panel a shape and regime, at the shape's most tokens on one rank."""
     # The object interface: pyplot would look for a display.
     from matplotlib.figure import Figure
 
-    rows = record["layer"]
+    rows = _plotted(record["layer"])
     panels = list(dict.fromkeys((row["shape"], row["regime"]) for row in rows))
-    figure = Figure(figsize=(4.2 * len(panels), 4), layout="constrained")
+    kinds = list(dict.fromkeys((row["implementation"], row["precision"]) for row in rows))
+    directions = list(dict.fromkeys(row["direction"] for row in rows))
+    width = 0.84 / len(kinds)
+    figure = Figure(figsize=(3.6 * len(panels), 4), layout="constrained")
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (shape, regime) in zip(all_axes, panels, strict=True):
         shown = [row for row in rows if (row["shape"], row["regime"]) == (shape, regime)]
-        labels = [
-            f"{row['implementation']} {row['precision']}\n{row['direction']}" for row in shown
-        ]
-        bars = axes.bar(labels, [row["tflops"] for row in shown], color="tab:blue")
-        axes.bar_label(bars, [f"{row['ms']:.2f} ms" for row in shown], fontsize=8)
+        for k, (implementation, precision) in enumerate(kinds):
+            of_kind = [
+                row
+                for row in shown
+                if (row["implementation"], row["precision"]) == (implementation, precision)
+            ]
+            bars = axes.bar(
+                [
+                    directions.index(row["direction"]) + (k - (len(kinds) - 1) / 2) * width
+                    for row in of_kind
+                ],
+                [row["tflops"] for row in of_kind],
+                width,
+                color=_COLORS.get(implementation),
+                label=f"{implementation} {precision}",
+            )
+            axes.bar_label(bars, [f"{row['ms']:.2f}" for row in of_kind], fontsize=8, padding=1)
         dense = shown[0]["dense_tflops"]
-        axes.axhline(dense, color="tab:gray", linestyle="--", label=f"dense product: {dense:.0f}")
-        axes.set_title(f"{shape}, {regime}")
-        axes.tick_params(axis="x", labelsize=7, labelrotation=30)
-        axes.legend(loc="upper left", fontsize=8)
-    all_axes[0].set_ylabel("TFLOP/s")
+        axes.axhline(dense, color="black", linewidth=1, linestyle="--", label="dense product")
+        axes.annotate(
+            f"{dense:.0f}",
+            (1, dense),
+            xycoords=("axes fraction", "data"),
+            xytext=(-3, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
+        axes.set_title(f"{shape}, {shown[0]['tokens_per_rank']} tokens, {regime}", fontsize=10)
+        axes.set_xticks(
+            range(len(directions)), [name.replace("_", "\n") for name in directions], fontsize=8
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].set_ylabel("TFLOP/s (on the bars: ms)")
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"{record['device']}, {record['date'][:10]}")
     figure.savefig(path, dpi=150)
+
+
+def _plotted(rows: list[dict]) -> list[dict]:
+    """The rows of one rank with its shape's most tokens: other batches and ranks are for ratios."""
+    alone = [row for row in rows if row["ep"] == 1]
+    most: dict[str, int] = {}
+    for row in alone:
+        most[row["shape"]] = max(most.get(row["shape"], 0), row["tokens_per_rank"])
+    return [row for row in alone if row["tokens_per_rank"] == most[row["shape"]]]
 
 
 def _attribute(suite: ElementTree.Element, name: str) -> int:
