@@ -7,6 +7,7 @@ the trainer's and the benchmark's unfused baseline run without them.
 """
 
 from . import state_dict
+from .huggingface import replace_experts
 
 try:
     from .group import Group, ep_group, virtual_ep_group
@@ -30,6 +31,7 @@ __all__ = [
     "check",
     "ep_group",
     "moe",
+    "replace_experts",
     "state_dict",
     "supports",
     "virtual_ep_group",

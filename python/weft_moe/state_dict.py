@@ -1,6 +1,6 @@
 """Expert weights between checkpoint forms, and between a whole model and an expert-parallel rank.
 
-A *state* is a plain `dict[str, torch.Tensor]` of a Qwen3-style MoE model. Four forms of its MoE
+A *state* is a plain `dict[str, torch.Tensor]` of a Qwen3-style MoE model. Five forms of its MoE
 layers are known; E experts, hidden H, intermediate I::
 
   hf_per_expert   model.layers.{l}.mlp.experts.{x}.gate_proj.weight [I, H], up_proj.weight [I, H],
@@ -9,6 +9,7 @@ layers are known; E experts, hidden H, intermediate I::
                   down_proj [E, H, I]: what transformers >= 5 holds in memory, and Weft's own layout
   torchtitan      layers.{l}.moe.experts.w1 [E, I, H] (gate), w3 [E, I, H] (up), w2 [E, H, I] (down)
   torchtitan_efd  the same with torchtitan's newer names w1_EFD, w3_EFD, w2_EDF
+  torchtitan_routed  the same in layers.{l}.moe.routed_experts.inner_experts, as of torchtitan 0.3
 
 The router is `mlp.gate.weight` in the Hugging Face forms and `moe.router.gate.weight` in
 torchtitan's. Every other tensor passes through a conversion under its own name. Conversions copy
@@ -32,6 +33,7 @@ _TITAN_LAYER = "layers.{}.moe."
 _TITAN_NAMES = {
     "torchtitan": ("w1", "w3", "w2"),
     "torchtitan_efd": ("w1_EFD", "w3_EFD", "w2_EDF"),
+    "torchtitan_routed": ("w1_EFD", "w3_EFD", "w2_EDF"),
 }
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _FUSED_NAMES = ("gate_up_proj", "down_proj")
@@ -42,24 +44,27 @@ FORMS = ("hf_per_expert", "hf_fused", *_TITAN_NAMES)
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a form keeps a layer: a name pattern for its experts, and its router's name."""
+    """Where a form keeps a layer: its experts' and its router's place in it, and a pattern for the
+    names of its experts."""
 
     layer: str
+    experts: str
     router: str
     expert_names: re.Pattern[str]
 
 
 def _layout(form: str) -> _Layout:
     _check_form(form)
+    experts = "routed_experts.inner_experts." if form == "torchtitan_routed" else "experts."
     if form == "hf_per_expert":
-        names = rf"experts\.(\d+)\.({'|'.join(_PROJECTIONS)})\.weight"
+        names = rf"(\d+)\.({'|'.join(_PROJECTIONS)})\.weight"
     else:
         stacked = _TITAN_NAMES.get(form, _FUSED_NAMES)
-        names = rf"experts\.({'|'.join(stacked)})"
+        names = rf"({'|'.join(stacked)})"
     is_titan = form in _TITAN_NAMES
     layer = _TITAN_LAYER if is_titan else _HF_LAYER
-    pattern = re.compile(re.escape(layer).replace(r"\{\}", r"(\d+)") + names)
-    return _Layout(layer, "router.gate.weight" if is_titan else "gate.weight", pattern)
+    pattern = re.compile(re.escape(layer + experts).replace(r"\{\}", r"(\d+)") + names)
+    return _Layout(layer, experts, "router.gate.weight" if is_titan else "gate.weight", pattern)
 
 
 def convert(state: Mapping[str, Tensor], source: str, target: str) -> State:
@@ -86,7 +91,7 @@ def convert(state: Mapping[str, Tensor], source: str, target: str) -> State:
         prefix = target_layout.layer.format(layer_idx)
         if router is not None:
             result[prefix + target_layout.router] = router
-        result.update(_write(prefix + "experts.", gate_up, down, target))
+        result.update(_write(prefix + target_layout.experts, gate_up, down, target))
     return result
 
 
@@ -178,7 +183,7 @@ def _read(state: Mapping[str, Tensor], form: str) -> dict[int, tuple[Tensor, Ten
     result = {}
     for layer_idx, names in sorted(_by_layer(found).items()):
         layer = layout.layer.format(layer_idx)
-        prefix = f"{layer}experts."
+        prefix = layer + layout.experts
         if form == "hf_per_expert":
             # The router knows the count even where the last experts' tensors are missing.
             router = state.get(layer + layout.router)

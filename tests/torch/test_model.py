@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from transformers import Qwen3MoeForCausalLM
+from weft_moe.huggingface import expert_parameters
 from weft_moe.state_dict import gather_experts, slice_experts
 from weft_moe.train.config import ModelSizes
 from weft_moe.train.dispatch import MoeLayer, make_dispatch
-from weft_moe.train.model import build_model, expert_parameters, hf_config
+from weft_moe.train.model import build_model, hf_config
 
 SIZES = ModelSizes(
     num_layers=2,
@@ -27,7 +30,12 @@ SIZES = ModelSizes(
 BATCH, SEQUENCE = 4, 12
 
 
-def build(ep_rank=0, ep_size=1, process_group=None, seed=0):
+def rank_of_two(rank):
+    """Stands for a group where nothing is communicated."""
+    return SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+
+
+def build(process_group=None, seed=0):
     device = torch.device("cpu")
     layer = MoeLayer(
         SIZES.num_experts, SIZES.hidden, SIZES.intermediate, "fp32", process_group, device
@@ -36,8 +44,7 @@ def build(ep_rank=0, ep_size=1, process_group=None, seed=0):
         SIZES,
         make_dispatch("torch", layer),
         max_positions=SEQUENCE,
-        ep_rank=ep_rank,
-        ep_size=ep_size,
+        process_group=process_group,
         device=device,
         seed=seed,
     )
@@ -57,7 +64,7 @@ def logits_and_gradients(network, tokens):
 
 def run_rank(rank, state):
     """A rank's logits of its half of the tokens, and its gradients of its own loss."""
-    network = build(rank, 2, dist.group.WORLD)
+    network = build(dist.group.WORLD)
     network.load_state_dict(slice_experts(state, rank, 2))
     return logits_and_gradients(network, tokens().chunk(2)[rank])
 
@@ -108,7 +115,7 @@ def test_two_ranks_give_transformers_logits_and_gradients(transformers_network, 
 def test_ranks_together_hold_the_weights_of_one(transformers_network):
     whole = build().state_dict()
     assert whole.keys() == transformers_network.state_dict().keys()
-    together = gather_experts([build(rank, 2).state_dict() for rank in range(2)])
+    together = gather_experts([build(rank_of_two(rank)).state_dict() for rank in range(2)])
     for name, weight in whole.items():
         assert torch.equal(together[name], weight), name
 
@@ -135,6 +142,6 @@ def test_rotary_frequencies_survive_building_without_memory(transformers_network
 
 
 def test_expert_parameters_are_the_layers_own():
-    network = build(ep_size=2)
+    network = build(rank_of_two(1))
     shapes = [tuple(parameter.shape) for parameter in expert_parameters(network)]
     assert shapes == [(2, 16, 16), (2, 16, 8)] * SIZES.num_layers

@@ -66,13 +66,15 @@ def test_per_expert_form_is_what_transformers_saves(network, state, tmp_path):
 
 def test_torchtitan_names_and_layout(state):
     gate, up = state[FUSED + "gate_up_proj"].chunk(2, dim=1)
-    for form, names in (
-        ("torchtitan", ("w1", "w3", "w2")),
-        ("torchtitan_efd", ("w1_EFD", "w3_EFD", "w2_EDF")),
+    newer = ("w1_EFD", "w3_EFD", "w2_EDF")
+    for form, place, names in (
+        ("torchtitan", "experts", ("w1", "w3", "w2")),
+        ("torchtitan_efd", "experts", newer),
+        ("torchtitan_routed", "routed_experts.inner_experts", newer),
     ):
         titan = convert(state, "hf_fused", form)
         for name, want in zip(names, (gate, up, state[FUSED + "down_proj"]), strict=True):
-            assert torch.equal(titan[f"layers.1.moe.experts.{name}"], want)
+            assert torch.equal(titan[f"layers.1.moe.{place}.{name}"], want)
         router = titan["layers.1.moe.router.gate.weight"]
         assert torch.equal(router, state["model.layers.1.mlp.gate.weight"])
         assert "lm_head.weight" in titan
@@ -81,7 +83,7 @@ def test_torchtitan_names_and_layout(state):
 @pytest.mark.parametrize("form", FORMS)
 def test_results_own_contiguous_memory(state, form):
     converted = convert(state, "hf_fused", form)
-    experts = [t for name, t in converted.items() if ".experts." in name]
+    experts = [t for name, t in converted.items() if "experts." in name]
     assert len({t.untyped_storage().data_ptr() for t in experts}) == len(experts)
     assert all(t.is_contiguous() for t in experts)
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in experts)

@@ -92,7 +92,7 @@ def test_clipping_scales_all_gradients_by_the_norm_of_the_model():
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (1, 2)]
     for parameter, gradient in zip(parameters, ([3.0], [4.0, 0.0]), strict=True):
         parameter.grad = torch.tensor(gradient)
-    alone = Ranks(0, 1, 0, torch.device("cpu"), None, None)
+    alone = Ranks(0, 1, torch.device("cpu"), None, None)
     assert clip_gradients(parameters[:1], parameters[1:], alone, 1.0) == pytest.approx(5.0)
     torch.testing.assert_close(parameters[1].grad, torch.tensor([0.8, 0.0]))
     assert clip_gradients(parameters[:1], parameters[1:], alone, 9.0) == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""transformers' Qwen3MoE model with its experts computed by a dispatch of this package.
+"""transformers' Qwen3MoE model, its experts replaced by `weft_moe.replace_experts`.
 
 Tensors are named as in transformers, so a state of the whole model fits after
 `weft_moe.state_dict.slice_experts`.
@@ -9,15 +9,27 @@ from __future__ import annotations
 import zlib
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ..huggingface import expert_parameters, replace_experts
 from .config import ModelSizes
 from .dispatch import Dispatch
-from .moe import ExpertParallelMoE, LocalExperts
 
 # The base of the rotary embedding in the published Qwen3 models.
 _ROPE_THETA = 1_000_000.0
+
+
+class Router(Qwen3MoeTopKRouter):
+    """transformers' router, in fp32 whatever the autocast: a rounded logit sends a token to another
+    expert."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states [T, H] -> fp32 logits [T, E], weights [T, K]; int64 experts [T, K]."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return super().forward(hidden_states.float())
 
 
 def hf_config(sizes: ModelSizes, max_positions: int) -> Qwen3MoeConfig:
@@ -44,47 +56,39 @@ def build_model(
     dispatch: Dispatch,
     *,
     max_positions: int,
-    ep_rank: int,
-    ep_size: int,
+    process_group: dist.ProcessGroup | None,
     device: torch.device,
     seed: int,
 ) -> Qwen3MoeForCausalLM:
     """Build a model that holds only this rank's experts, with fp32 parameters.
 
     The weights follow from the seed alone: the ranks of an expert-parallel group together hold
-    exactly those of a model built with ep_size = 1. The whole model never exists in memory.
+    exactly those of a model built for one process. The whole model never exists in memory.
 
     Args:
         sizes: of the whole model.
         dispatch: what the MoE layers call.
         max_positions: the longest sequence.
-        ep_rank, ep_size: rank r of R holds experts r*E/R to (r+1)*E/R - 1; R divides E.
+        process_group: the ranks that share the experts; None is this process. Rank r of R holds
+            experts r*E/R to (r+1)*E/R - 1; R divides E.
         device: where the parameters will be.
         seed: of the weights.
     """
     config = hf_config(sizes, max_positions)
     with torch.device("meta"):
         network = Qwen3MoeForCausalLM(config)
-        num_local = sizes.num_experts // ep_size
         for layer in network.model.layers:
-            experts = LocalExperts(num_local, sizes.hidden, sizes.intermediate)
-            layer.mlp = ExpertParallelMoE(layer.mlp.gate, experts, dispatch)
+            layer.mlp.gate = Router(config)
+        replace_experts(network, process_group, dispatch=dispatch)
     network.to_empty(device=device)
     # Its frequencies are no parameters: to_empty left them blank and no state restores them.
     rotary = network.model.rotary_emb
     network.model.rotary_emb = type(rotary)(config).to(device)
-    _initialise(network, config.initializer_range, ep_rank * num_local, seed)
+    first_expert = 0
+    if process_group is not None:
+        first_expert = process_group.rank() * (sizes.num_experts // process_group.size())
+    _initialise(network, config.initializer_range, first_expert, seed)
     return network
-
-
-def expert_parameters(network: nn.Module) -> list[nn.Parameter]:
-    """The parameters that differ between the ranks of an expert-parallel group."""
-    return [
-        parameter
-        for module in network.modules()
-        if isinstance(module, LocalExperts)
-        for parameter in module.parameters()
-    ]
 
 
 def _initialise(network: nn.Module, std: float, first_expert: int, seed: int) -> None:

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from ..huggingface import expert_parameters
 from .config import Config, ConfigError, DispatchConfig
 from .data import Batches
 from .dispatch import MoeLayer, check_layer, make_dispatch
-from .model import build_model, expert_parameters
+from .model import build_model
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ class Ranks:
 
     rank: int
     num_ranks: int
-    ep_rank: int
     device: torch.device
     ep_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
@@ -84,7 +84,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             yield _place(config, device)
         else:
             config.check_world(1)
-            yield Ranks(0, 1, 0, device, None, None)
+            yield Ranks(0, 1, device, None, None)
     finally:
         if starts_group:
             dist.destroy_process_group()
@@ -97,7 +97,6 @@ def _place(config: Config, device: torch.device) -> Ranks:
     return Ranks(
         rank,
         num_ranks,
-        rank % ep,
         device,
         mesh.get_group("ep") if ep > 1 else None,
         mesh.get_group("replica") if num_ranks > ep else None,
@@ -179,8 +178,7 @@ def train(
         trainer.model.sizes,
         make_dispatch(dispatch.type, _layer(config, dispatch, ranks.ep_group, device)),
         max_positions=config.data.sequence_length,
-        ep_rank=ranks.ep_rank,
-        ep_size=ranks.ep_size,
+        process_group=ranks.ep_group,
         device=device,
         seed=trainer.seed,
     )
