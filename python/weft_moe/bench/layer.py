@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..train.dispatch import ACTIVATION_DTYPES, MoeLayer, make_dispatch
+from ..train.dispatch import ACTIVATION_DTYPES, DISPATCHES, MoeLayer, make_dispatch
 from .timing import REGIMES, Launch
 
 # Implementation -> dispatch type. The first is the baseline of all others.
@@ -144,8 +144,6 @@ def dispatch_for(
     implementation: str, problem: Problem, training: bool = True
 ) -> Callable[..., Tensor | list[Tensor]]:
     """Raises ValueError, with the reason, where the implementation cannot run the problem."""
-    if problem.ep_size > 1:
-        return _virtual_dispatch(implementation, problem, training)
     layer = MoeLayer(
         num_experts=problem.shape.num_experts,
         hidden=problem.shape.hidden,
@@ -156,33 +154,25 @@ def dispatch_for(
         training=training,
         top_k=problem.shape.top_k,
     )
+    if problem.ep_size > 1:
+        return _virtual_dispatch(implementation, layer, problem.ep_size)
     return make_dispatch(IMPLEMENTATIONS[implementation], layer)
 
 
 def _virtual_dispatch(
-    implementation: str, problem: Problem, training: bool
+    implementation: str, layer: MoeLayer, ep_size: int
 ) -> Callable[..., list[Tensor]]:
     if implementation == BASELINE:
         raise ValueError("it has no virtual ranks")
+    if reason := DISPATCHES[IMPLEMENTATIONS[implementation]].unsupported(layer, ep_size):
+        raise ValueError(reason)
     import weft_moe  # needs the compiled extension, which the baseline does without
 
-    shape = problem.shape
-    if reason := weft_moe.supports(
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        precision=problem.precision,
-        device=problem.device,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        ep_size=problem.ep_size,
-        training=training,
-    ):
-        raise ValueError(reason)
     return partial(
         weft_moe.moe,
-        group=weft_moe.virtual_ep_group(problem.ep_size, device=problem.device),
-        num_experts=shape.num_experts,
-        precision=problem.precision,
+        group=weft_moe.virtual_ep_group(ep_size, device=layer.device),
+        num_experts=layer.num_experts,
+        precision=layer.precision,
         deadline_s=_DEADLINE_S,
     )
 
