@@ -5,8 +5,8 @@
 // Matrix tasks. The order is a linear extension of the dependencies: a task waits only for lower tickets, or for rows
 // that the pulls bring without waiting for anything. So nobody needs a grid-wide barrier and a late worker cannot
 // dead-lock the others. Experts go in groups; a stage follows its producer one group behind, so that the producers have
-// finished when it starts. In backward the last third of the gate_up wgrad follows the last dgrad: it hides the tail of
-// the dx traffic.
+// finished when it starts: a group must hold more tasks than are in hand at once. In backward the last third of the
+// gate_up wgrad follows the last dgrad: it hides the tail of the dx traffic.
 //
 //   forward    gate_up(0) | gate_up(1) down(0) | gate_up(2) down(1) | ... | down(last)
 //              with two parts, down makes the first half of its columns there, and the second behind it all:
@@ -119,17 +119,18 @@ struct BlockRange {  // virtual pool blocks
 
 // How work is cut: columns of a tile of each kind (rows are kBlockRows always); whether a task is two tiles where it
 // can be; pool rows of a pull; parts of the columns of o, of which the earlier ones are combined while the last is
-// made.
+// made; pool blocks that make up a group of experts.
 struct Tiling {
   int32_t cols[kNumTaskKinds];
   bool pairs;
   int32_t pull_rows;
   int32_t down_parts;
+  int32_t group_blocks;
 
   WEFT_HD int32_t parts(Direction direction) const { return direction == Direction::kForward ? down_parts : 1; }
 };
 inline constexpr Tiling kReferenceTiling{
-    {kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}, false, kBlockRows, 1};
+    {kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}, false, kBlockRows, 1, 4};
 
 // The first of `count` tiles that belongs to `part`.
 WEFT_HD constexpr int32_t part_begin(int32_t count, int32_t part, int32_t num_parts) {
@@ -181,12 +182,17 @@ WEFT_HD inline int32_t valid_rows_of_block(const Plan& plan, int32_t local_exper
 
 class TaskOrder {
  public:
-  static constexpr int32_t kExpertGroup = 4;  // experts a group
-
+  // Of a plan whose tables are null only the bounds may be asked: max_matrix_tasks, and num_stages as the most there
+  // can be.
   WEFT_HD TaskOrder(const Plan& plan, Direction direction, int32_t pass, int64_t num_own_tokens, const Work& work,
                     const Tiling& tiling = kReferenceTiling)
       : plan_(plan), direction_(direction), pass_(pass), num_own_tokens_(num_own_tokens), work_(work), tiling_(tiling) {
-    num_groups_ = ceil_div(shape().num_local_experts(), kExpertGroup);
+    const int32_t num_experts = shape().num_local_experts();
+    if (plan.expert_block_begin != nullptr) {  // experts have as many blocks each as their mean
+      const int32_t experts = tiling.group_blocks * num_experts / max_of(1, plan.num_blocks());
+      experts_per_group_ = min_of(max_of(1, experts), num_experts);
+    }
+    num_groups_ = ceil_div(num_experts, experts_per_group_);
     num_wgrad_tail_ = ceil_div(num_groups_, 3);
   }
 
@@ -195,6 +201,7 @@ class TaskOrder {
   WEFT_HD const Work& work() const { return work_; }
   WEFT_HD int32_t pass() const { return pass_; }
   WEFT_HD bool last_pass() const { return pass_ + 1 == *plan_.num_passes; }
+  WEFT_HD int32_t experts_per_group() const { return experts_per_group_; }
 
   WEFT_HD int32_t num_matrix_tasks() const {
     int32_t tasks = 0;
@@ -347,7 +354,7 @@ class TaskOrder {
     return num_weight_row_tiles(kind) * (kind == TaskKind::kGateUpWgrad ? 2 : 1);
   }
   WEFT_HD BlockRange experts_of(int32_t group) const {
-    return {group * kExpertGroup, min_of((group + 1) * kExpertGroup, shape().num_local_experts())};
+    return {group * experts_per_group_, min_of((group + 1) * experts_per_group_, shape().num_local_experts())};
   }
   WEFT_HD int32_t tasks_of(const Stage& stage) const {
     if (stage.group < 0 || stage.group >= num_groups_ || !wanted(stage.kind)) return 0;
@@ -391,6 +398,7 @@ class TaskOrder {
   int64_t num_own_tokens_;
   Work work_;
   Tiling tiling_;
+  int32_t experts_per_group_ = 1;
   int32_t num_groups_ = 0;
   int32_t num_wgrad_tail_ = 0;
 };

@@ -290,14 +290,18 @@ TEST(TaskOrder, TasksOfAllPassesStayUnderTheBoundOfTheShape) {
 TEST(TaskOrder, StagesFollowTheirProducersOneGroupBehind) {
   using Turn = std::pair<TaskKind, int32_t>;  // kind, group of experts
   constexpr int32_t kGroups = 3;
-  const Routing routing = cases::uniform_routing({kGroups * TaskOrder::kExpertGroup, 4, {300}}, 1);
+  constexpr int32_t kExpertsPerGroup = 4;
+  const Routing routing = cases::uniform_routing({kGroups * kExpertsPerGroup, 4, {300}}, 1);
   const RankPlan plan(routing, 0, kHidden, kIntermediate);
   const auto turns_of = [&](Direction direction, const Work& work) {
-    const TaskOrder order(*plan, direction, 0, 300, work);
+    Tiling tiling = kReferenceTiling;
+    tiling.group_blocks = plan->num_blocks() / kGroups;
+    const TaskOrder order(*plan, direction, 0, 300, work, tiling);
+    EXPECT_EQ(order.experts_per_group(), kExpertsPerGroup);
     std::vector<Turn> turns;
     for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
       const MatrixTask task = order.matrix_task(ticket);
-      const Turn turn(task.kind, task.local_expert / TaskOrder::kExpertGroup);
+      const Turn turn(task.kind, task.local_expert / kExpertsPerGroup);
       if (turns.empty() || turns.back() != turn) turns.push_back(turn);
     }
     return turns;

@@ -164,7 +164,7 @@ void load_plan() {
 
 void launch_plan(const PlanLaunch& launch, cudaStream_t stream) {
   const int32_t num_experts = launch.plan.shape.num_experts;
-  const int32_t num_stages = task_order(launch.plan, launch.choice, 0, 0).num_stages();
+  const int32_t num_stages = task_bounds(launch.plan.shape, launch.choice).num_stages();
   const int shared_bytes = PlanShared::num_words(num_experts, num_stages) * static_cast<int>(sizeof(int32_t));
   const int most_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   require(shared_bytes <= most_bytes, WEFT_UNSUPPORTED, "num_experts is ", num_experts, ", whose counts need ",

@@ -15,7 +15,7 @@
 namespace weft {
 
 // Columns of a tile: a gate_up tile is 128 columns of g and the same 128 of u in one accumulator.
-inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, 8, 1};
+inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, 8, 1, 64};
 
 // Row of the physical pool, in 32 bits, as a tensor map counts.
 WEFT_HD inline int32_t pool_row(const Plan& plan, int32_t virtual_row) {

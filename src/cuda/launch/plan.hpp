@@ -102,11 +102,16 @@ WEFT_HD inline TaskOrder task_order(const Plan& plan, const TaskChoice& choice, 
   return {plan, choice.direction, pass, num_own_tokens, choice.work, choice.tiling};
 }
 
-WEFT_HD inline TaskTable carve_task_table(Carver& carver, const LayerShape& shape, const TaskChoice& choice) {
+// An order of which only the bounds may be asked.
+WEFT_HD inline TaskOrder task_bounds(const LayerShape& shape, const TaskChoice& choice) {
   Plan plan{};
   plan.shape = shape;
+  return task_order(plan, choice, 0, 0);
+}
+
+WEFT_HD inline TaskTable carve_task_table(Carver& carver, const LayerShape& shape, const TaskChoice& choice) {
   TaskTable table{};
-  table.tasks = carver.take<MatrixTask>(task_order(plan, choice, 0, 0).max_matrix_tasks());
+  table.tasks = carver.take<MatrixTask>(task_bounds(shape, choice).max_matrix_tasks());
   table.pass_begin = carver.take<int32_t>(shape.max_passes() + 1);
   return table;
 }
