@@ -1,4 +1,4 @@
-// The fused backward kernel: its parameters and its launch. The layer (launch/layer.cpp) fills them; the plan kernel
+// The fused backward kernel: its parameters and its launch. launch/params.cpp fills them; the plan kernel
 // has run before it in the same stream.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The fused forward kernel: its parameters and its launch. The layer (launch/layer.cpp) fills them; the plan kernel has
+// The fused forward kernel: its parameters and its launch. launch/params.cpp fills them; the plan kernel has
 // run before it in the same stream.
 #pragma once
 
