@@ -24,6 +24,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "weft/debug.h"
+
 #if defined(_WIN32)
 #define WEFT_API
 #else
@@ -137,8 +139,9 @@ typedef struct weft_forward_args {
   void* saved;     /* out, saved_bytes: z of the routed rows; NULL with WEFT_SAVE_INPUTS */
   void* workspace; /* at least forward_workspace_bytes, 256-byte aligned; contents need not be initialised */
   int64_t workspace_bytes;
-  uint64_t generation; /* out: tag of what the workspace now holds; hand it to the backward */
-  void* stream;        /* GPU: cudaStream_t; CPU: NULL */
+  uint64_t generation;     /* out: tag of what the workspace now holds; hand it to the backward */
+  void* stream;            /* GPU: cudaStream_t; CPU: NULL */
+  const weft_debug* debug; /* GPU: what tools ask of this call, or NULL */
 } weft_forward_args;
 
 /* A gradient that is not wanted skips the work that only it needs. dx and dtopk_weights take all ranks to compute, so
@@ -164,6 +167,7 @@ typedef struct weft_backward_args {
   int64_t workspace_bytes;
   weft_backward_source source; /* out: which of the three ways this backward went */
   void* stream;
+  const weft_debug* debug; /* as in a forward */
 } weft_backward_args;
 
 /* Sets every byte to zero and struct_size: weft_config c; WEFT_INIT(c); */

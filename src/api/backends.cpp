@@ -46,8 +46,13 @@ std::unique_ptr<BackendLayer> make_cpu(const weft_config&) { return nullptr; }
 #if WEFT_HAS_CUDA
 
 CudaOptions cuda_options(const weft_config& config) {
-  return {&recipe_of(config.precision),          shape_of(config), config.clamp_limit, config.save, config.num_workers,
-          deadline_or_default(config.deadline_s)};
+  return {&recipe_of(config.precision),
+          shape_of(config),
+          config.clamp_limit,
+          config.save,
+          config.num_workers,
+          deadline_or_default(config.deadline_s),
+          config.schedule == WEFT_SCHEDULE_PHASED};
 }
 void check_cuda(const weft_config& config) {
   const std::string reason = cuda_unsupported(cuda_options(config));

@@ -9,6 +9,8 @@
 
 #include "core/status.hpp"
 #include "cuda/launch/params.hpp"
+#include "cuda/launch/phases.hpp"
+#include "cuda/launch/probed.hpp"
 #include "cuda/launch/runtime.hpp"
 #include "cuda/launch/workspace_records.hpp"
 #include "protocol/rank_barrier.hpp"
@@ -126,7 +128,8 @@ class CudaLayer final : public BackendLayer {
     workspace_records().forget(args.workspace, workspace_bytes());
     or_give_up(memory, [&] { launch(memory, args); });
     args.generation = 0;
-    if (args.saved != nullptr) {  // without z a backward would have to compute again all the same
+    if (args.saved != nullptr &&
+        !skips_phases(args.debug)) {  // without z a backward would have to compute again all the same
       args.generation = next_generation();
       workspace_records().keep(args.workspace, workspace_bytes(), args.generation);
     }
@@ -159,6 +162,9 @@ class CudaLayer final : public BackendLayer {
     done_ = make_event();
     load_plan();
     load_forward();
+    load_probed_forward();
+    load_probed_backward();
+    load_phases();
   }
 
   void join(void* caller_stream) override {
@@ -251,7 +257,7 @@ class CudaLayer final : public BackendLayer {
     const cudaStream_t stream = stream_of(memory, args.stream);
     const Call call{CallKind::kForward, fingerprint_};
     launch_plan(launch_params().plan(workspace, peers, kForwardChoice, call, num_sms(memory)), stream);
-    launch_forward(params, args.saved != nullptr, num_sms(memory), stream);
+    run_forward(params, args.saved != nullptr, memory, args.debug, stream);
   }
 
   void launch(const RankMemory& memory, const weft_backward_args& args) {
@@ -272,13 +278,31 @@ class CudaLayer final : public BackendLayer {
       const ForwardParams recompute = launch_params().forward(workspace, again, peers, kRecomputeChoice);
       const Call call{CallKind::kForward, fingerprint_};
       launch_plan(launch_params().plan(workspace, peers, kRecomputeChoice, call, num_sms(memory)), stream);
-      launch_forward(recompute, true, num_sms(memory), stream);
+      run_forward(recompute, true, memory, args.debug, stream);
     }
     // Made anew even where the forward's is still there - the same bits - since the tasks are others.
     const uint32_t wants = (wants_dx ? 1U : 0U) | (wants_dtopk ? 2U : 0U);
     const Call call{CallKind::kBackward, fingerprint_ << 2 | wants};
     launch_plan(launch_params().plan(workspace, peers, choice, call, num_sms(memory)), stream);
-    launch_backward(params, num_sms(memory), stream);
+    launch_phases(params, phase_options(args.debug), Direction::kBackward, stream,
+                  [&](const BackwardParams& launch) { launch_backward(launch, num_sms(memory), stream); });
+  }
+
+  void run_forward(const ForwardParams& params, bool save_z, const RankMemory& memory, const weft_debug* debug,
+                   cudaStream_t stream) const {
+    launch_phases(params, phase_options(debug), Direction::kForward, stream,
+                  [&](const ForwardParams& launch) { launch_forward(launch, save_z, num_sms(memory), stream); });
+  }
+
+  static bool skips_phases(const weft_debug* debug) { return debug != nullptr && debug->skipped_phases != 0; }
+  PhaseOptions phase_options(const weft_debug* debug) const {
+    PhaseOptions options{options_.phased, 0, {}};
+    if (debug == nullptr) return options;
+    options.skipped = debug->skipped_phases;
+    options.probe = {static_cast<weft_trace_record*>(debug->trace),
+                     static_cast<uint32_t>(debug->trace_bytes / static_cast<int64_t>(sizeof(weft_trace_record))),
+                     debug->max_delay_ns, debug->delay_seed};
+    return options;
   }
 
   template <class Launch>

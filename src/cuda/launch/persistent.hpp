@@ -8,8 +8,10 @@
 #include <cstdint>
 
 #include "cuda/launch/plan.hpp"
+#include "cuda/launch/probe.hpp"
 #include "numeric/bf16.hpp"
 #include "protocol/flags.hpp"
+#include "schedule/phases.hpp"
 #include "schedule/task_order.hpp"
 
 namespace weft {
@@ -55,6 +57,12 @@ struct PersistentParams {
   PlanReport* report;       // what went wrong first, in device memory
   PlanReport* host_report;  // its copy where the host sees it
   uint64_t deadline_ns;
+
+  // What this launch runs: the passes [first_pass, end_pass) of those that there are, and of them these phases.
+  int32_t first_pass;
+  int32_t end_pass;
+  PhaseMask phases;
+  ProbeParams probe;  // read by probed kernels alone
 };
 
 }  // namespace weft

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ptx/warp.cuh"
+#include "cuda/stage/probe.cuh"
 #include "cuda/stage/wait.cuh"
 #include "cuda/tile/shared_tile.cuh"
 
@@ -29,8 +30,9 @@ __device__ __forceinline__ void copy_to_rows(const uint4* source, uint4* pool, u
 
 // One warp pulls what it finds at the pool rows [begin, end), as for_each_pulled_row says, and raises the counters of
 // the rows' blocks.
+template <class Probe>
 __device__ __forceinline__ void pull_rows(const PersistentParams& params, const PassFlags& flags, int32_t begin,
-                                          int32_t end) {
+                                          int32_t end, const Probe& probe) {
   constexpr int32_t kChunks = 8;  // 16-byte pieces a lane that are in flight
   const Plan& plan = params.plan;
   const auto row_chunks = static_cast<uint32_t>(plan.shape.hidden / 8);
@@ -73,11 +75,13 @@ __device__ __forceinline__ void pull_rows(const PersistentParams& params, const 
       ++num_alone;
       continue;
     }
+    probe.delay(ProbeSite::kAnnouncePull, row);
     __syncwarp();
     __threadfence();  // all lanes' stores, before any lane raises a counter
     if (lane < num_rows) ptx::red_add_relaxed_gpu(&flags.rows_ready[pool_row(plan, own_row) / kBlockRows], 1);
   }
   // Rows that came alone lie in the block of the task.
+  probe.delay(ProbeSite::kAnnouncePull, begin);
   __syncwarp();
   if (lane == 0 && num_alone > 0) {
     ptx::red_add_release_gpu(&flags.rows_ready[pool_row(plan, begin) / kBlockRows], static_cast<uint32_t>(num_alone));

@@ -6,8 +6,12 @@
 //   2-3     comm        88         out_ready, arrived                    rows_ready; arrived, or a row of the result
 //   4-11    math        208        task_full, stage_full                 stage_empty; mid_ready, out_ready
 //                                                                        and then, without tasks, as comm
+//
+// A launch runs the phases and passes that its parameters name: all, or one phase at a time on the phased path, where
+// every wait inside the rank has been met by the launches before.
 #pragma once
 
+#include "core/status.hpp"
 #include "cuda/stage/comm.cuh"
 #include "cuda/stage/load.cuh"
 #include "cuda/stage/math.cuh"
@@ -29,9 +33,10 @@ __device__ __forceinline__ void init_barriers(SharedTile& shared) {
   ptx::fence_mbarrier_init();
 }
 
-template <class Operands, class Bodies>
+// kSumChunks: pieces a lane that the sums of math warps have in flight.
+template <int32_t kSumChunks, class Operands, class Bodies, class Probe>
 __device__ __forceinline__ void run_roles(const PersistentParams& params, const Operands& operands,
-                                          const Bodies& bodies, Direction direction, bool combine) {
+                                          const Bodies& bodies, Direction direction, bool combine, const Probe& probe) {
   // What the plan's launch found wrong reaches the host with this one. If it ended early there is nothing to run.
   // The fault is written last: the host looks at it first.
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.report->fault != PlanFault::kNone) {
@@ -42,7 +47,7 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     __threadfence_system();
     params.host_report->fault = fault;
   }
-  if (params.state->ready == 0) return;
+  if (params.state->ready == 0 || params.first_pass >= *params.plan.num_passes) return;
   extern __shared__ uint8_t raw_shared[];
   auto& shared = *reinterpret_cast<SharedTile*>((reinterpret_cast<uintptr_t>(raw_shared) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) init_barriers(shared);
@@ -52,22 +57,34 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
   if (warp < 4) {
     ptx::give_registers<88>();
     if (warp == 0) {
-      if (threadIdx.x == 0) run_load(operands, shared, ptx::cluster_rank());
+      if (threadIdx.x == 0) {
+        const typename Probe::Span span = probe.begin(WEFT_TRACE_LOAD);
+        run_load(operands, shared, ptx::cluster_rank());
+        probe.end(span);
+      }
     } else if (warp == 1) {
-      if (ptx::cluster_rank() == 0) run_scheduler(params, shared, direction);
+      if (ptx::cluster_rank() == 0) run_scheduler(params, shared, direction, probe);
     } else {
-      run_comm_passes(params, direction, combine, blockIdx.x == 0 && warp == 2);
+      run_comm_passes(params, direction, combine, blockIdx.x == 0 && warp == 2, probe);
     }
   } else {
     ptx::take_registers<208>();
     run_math(shared, bodies, warp / 4 - 1);
-    const int32_t last_pass = *params.plan.num_passes - 1;
+    const int32_t last_pass = end_pass(params) - 1;
     if (enter_pass(params, last_pass)) {
-      run_comm<4, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass);
+      run_comm<kSumChunks, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass, probe);
     }
   }
   __syncwarp();
   ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers
+}
+
+// Loads a kernel now: loading at the first launch would wait for kernels that run, which may wait for this rank.
+template <class Params>
+void load_kernel(void (*kernel)(Params)) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  require(status == cudaSuccess, WEFT_INTERNAL, "cannot load a kernel: ", cudaGetErrorString(status));
 }
 
 // Starts one CTA an SM in clusters of two.

@@ -5,6 +5,7 @@
 #include "cuda/launch/persistent.hpp"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/stage/probe.cuh"
 #include "cuda/stage/wait.cuh"
 #include "cuda/tile/shared_tile.cuh"
 
@@ -76,6 +77,11 @@ __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& 
   return head;
 }
 
+// One behind the last pass of this launch.
+__device__ __forceinline__ int32_t end_pass(const PersistentParams& params) {
+  return min_of(*params.plan.num_passes, params.end_pass);
+}
+
 // Whole warp; true when pass `pass` is open to this rank's workers.
 __device__ __forceinline__ bool enter_pass(const PersistentParams& params, int32_t pass) {
   if (pass == 0) return true;
@@ -88,21 +94,25 @@ __device__ __forceinline__ bool enter_pass(const PersistentParams& params, int32
 }
 
 // One warp of the first CTA of a cluster.
-__device__ inline void run_scheduler(const PersistentParams& params, SharedTile& shared, Direction direction) {
-  const int32_t num_passes = *params.plan.num_passes;
+template <class Probe>
+__device__ __forceinline__ void run_scheduler(const PersistentParams& params, SharedTile& shared, Direction direction,
+                                              const Probe& probe) {
+  const int32_t num_passes = end_pass(params);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   RingPosition<kTaskSlots> slot;
-  int32_t pass = 0;
+  int32_t pass = params.first_pass;
+  int32_t ticket = 0;
   for (;;) {
     const PassFlags& flags = params.flags.banks[pass % kNumBanks];
     const int32_t first_task = params.table.pass_begin[pass];
-    int32_t ticket = 0;
+    probe.delay(ProbeSite::kTakeTask, ticket);
     if (lane == 0) ticket = static_cast<int32_t>(ptx::atom_add_relaxed_gpu(flags.matrix_ticket, 1));
     ticket = __shfl_sync(~0U, ticket, 0);
     TaskHead head{};
     head.local_expert = -1;
     if (ticket < params.table.pass_begin[pass + 1] - first_task) {
       const MatrixTask task = params.table.tasks[first_task + ticket];
+      if ((matrix_phase(task.kind) & params.phases) == 0) continue;
       if (wait_inputs(params, direction, flags, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
     } else if (pass + 1 < num_passes) {
       if (lane == 0) ptx::red_add_release_gpu(flags.workers_done, 1);
