@@ -5,6 +5,8 @@
 //   down      a' pool, W_down                 o                             mid_ready      out_ready
 #include "cuda/launch/forward.hpp"
 
+#include <limits>
+
 #include "core/status.hpp"
 #include "cuda/stage/forward_tasks.cuh"
 #include "cuda/stage/persistent.cuh"
@@ -27,12 +29,15 @@ void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t strea
   require(status == cudaSuccess, WEFT_INTERNAL, "the staging kernel did not start: ", cudaGetErrorString(status));
 }
 
-void load_forward() {
-  cudaFuncAttributes attributes{};
+int32_t load_forward() {
+  int32_t fewest = std::numeric_limits<int32_t>::max();
   for (const auto kernel : {forward_kernel<false>, forward_kernel<true>}) {
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    int32_t num_ctas = 0;
+    const cudaError_t status = load_persistent(kernel, num_ctas);
     require(status == cudaSuccess, WEFT_INTERNAL, "cannot load the forward kernel: ", cudaGetErrorString(status));
+    fewest = min_of(fewest, num_ctas);
   }
+  return fewest;
 }
 
 void launch_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream) {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     }
   } else {
     ptx::take_registers<208>();
-    run_math(shared, bodies, warp / 4 - 1);
+    run_math(params, shared, bodies, warp / 4 - 1);
     const int32_t last_pass = *params.plan.num_passes - 1;
     if (enter_pass(params, last_pass)) {
       run_comm<4, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass);
@@ -70,23 +70,42 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
   ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers
 }
 
-// Starts one CTA an SM in clusters of two.
-template <class Params>
-cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster{};
+// A launch of one CTA an SM in clusters of two; `cluster` must live as long.
+inline cudaLaunchConfig_t persistent_config(int32_t num_sms, cudaLaunchAttribute& cluster) {
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kClusterCtas, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_sms));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
+  return config;
+}
+
+template <class Params>
+cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config = persistent_config(num_sms, cluster);
+  config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// Loads a kernel; `num_ctas` is then how many of its CTAs the current device can hold at once.
+template <class Params>
+cudaError_t load_persistent(void (*kernel)(Params), int32_t& num_ctas) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cluster{};
+  const cudaLaunchConfig_t config = persistent_config(kClusterCtas, cluster);
+  int num_clusters = 0;
+  const cudaError_t counted = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config);
+  num_ctas = num_clusters * static_cast<int32_t>(kClusterCtas);
+  return counted;
 }
 
 }  // namespace weft
