@@ -15,7 +15,7 @@ extern "C" {
 typedef enum weft_phase {
   WEFT_PHASE_PULL = 1,            /* rows of tokens are brought into the pool of rows by expert */
   WEFT_PHASE_COMBINE = 2,         /* rows of a token are summed and brought home */
-  WEFT_PHASE_GATE_UP = 4,         /* forward: z and a' */
+  WEFT_PHASE_GATE_UP = 4,         /* forward: z and a'; backward: z, where it is made again */
   WEFT_PHASE_DOWN = 8,            /* forward: o */
   WEFT_PHASE_DOWN_DGRAD = 16,     /* backward: dz */
   WEFT_PHASE_GATE_UP_DGRAD = 32,  /* backward: dx */

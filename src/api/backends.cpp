@@ -81,12 +81,6 @@ void check_backend(const weft_config& config) {
   return config.backend == WEFT_BACKEND_CPU ? check_cpu(config) : check_cuda(config);
 }
 
-void check_backend_backward(const weft_config& config) {
-  require(config.backend == WEFT_BACKEND_CPU || config.ep_size == 1, WEFT_UNSUPPORTED,
-          "the backward of the CUDA backend runs one rank today (ep_size 1, got ", config.ep_size,
-          "); train with device \"cpu\", or run the forward alone (torch.no_grad())");
-}
-
 std::unique_ptr<BackendLayer> make_backend_layer(const weft_config& config) {
   check_backend(config);
   return config.backend == WEFT_BACKEND_CPU ? make_cpu(config) : make_cuda(config);

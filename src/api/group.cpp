@@ -21,6 +21,7 @@ WaitTask wait_task(CallKind kind) {
     case CallKind::kForwardLaunched:
       return WaitTask::kForward;
     case CallKind::kBackward:
+    case CallKind::kBackwardLaunched:
       return WaitTask::kBackward;
     case CallKind::kNextPass:
       return WaitTask::kEnterPass;

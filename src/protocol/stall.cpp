@@ -60,6 +60,8 @@ const char* flag_name(FlagKind kind) {
       return "arrived";
     case FlagKind::kRowsReady:
       return "rows_ready";
+    case FlagKind::kZReady:
+      return "z_ready";
     case FlagKind::kMidReady:
       return "mid_ready";
     case FlagKind::kOutReady:

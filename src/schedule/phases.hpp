@@ -17,12 +17,13 @@ WEFT_HD constexpr PhaseMask matrix_phase(TaskKind kind) { return PhaseMask{4} <<
 inline constexpr PhaseMask kAllPhases = (PhaseMask{4} << kNumTaskKinds) - 1;
 
 // The phases of a direction, in an order in which each finds what it waits for; 0 where there is no further one.
-inline constexpr int32_t kMaxPhases = 6;
+inline constexpr int32_t kMaxPhases = 7;
 constexpr std::array<PhaseMask, kMaxPhases> phases_of(Direction direction) {
   if (direction == Direction::kForward) {
-    return {kPullPhase, matrix_phase(TaskKind::kGateUp), matrix_phase(TaskKind::kDown), kCombinePhase, 0, 0};
+    return {kPullPhase, matrix_phase(TaskKind::kGateUp), matrix_phase(TaskKind::kDown), kCombinePhase, 0, 0, 0};
   }
   return {kPullPhase,
+          matrix_phase(TaskKind::kGateUp),
           matrix_phase(TaskKind::kDownDgrad),
           matrix_phase(TaskKind::kDownWgrad),
           matrix_phase(TaskKind::kGateUpDgrad),

@@ -17,7 +17,7 @@ using cases::RankPlan;
 using cases::Routing;
 
 constexpr Tiling kPairedTiling{{128, 256, 256, 256, 256, 256}, true, 8, 2};
-constexpr Work kWholeBackward{true, true, true, true};
+constexpr Work kWholeBackward{true, true, true, true, Recompute::kAlways};
 
 std::vector<PhaseMask> phases_in_order(Direction direction) {
   std::vector<PhaseMask> phases;
@@ -91,7 +91,8 @@ std::vector<PhaseMask> awaited(PhaseMask phase, Direction direction) {
   const PhaseMask mid = matrix_phase(forward ? TaskKind::kGateUp : TaskKind::kDownDgrad);
   const PhaseMask out = matrix_phase(forward ? TaskKind::kDown : TaskKind::kGateUpDgrad);
   if (phase == kPullPhase) return {};
-  if (phase == mid) return {kPullPhase};
+  if (phase == matrix_phase(TaskKind::kGateUp)) return {kPullPhase};
+  if (phase == mid) return {kPullPhase, matrix_phase(TaskKind::kGateUp)};  // where z is made again
   return phase == kCombinePhase ? std::vector<PhaseMask>{mid, out} : std::vector<PhaseMask>{mid};
 }
 

@@ -4,7 +4,7 @@
 
 namespace weft {
 
-void load_probed_backward() { load_kernel(backward_kernel<Probe>); }
+void load_probed_backward() { load_persistent(backward_kernel<Probe>); }
 
 void launch_probed_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream) {
   start_backward<Probe>(params, num_sms, stream);

@@ -15,9 +15,8 @@ void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t strea
   require(status == cudaSuccess, WEFT_INTERNAL, "the staging kernel did not start: ", cudaGetErrorString(status));
 }
 
-void load_forward() {
-  load_kernel(forward_kernel<false, NoProbe>);
-  load_kernel(forward_kernel<true, NoProbe>);
+int32_t load_forward() {
+  return min_of(load_persistent(forward_kernel<false, NoProbe>), load_persistent(forward_kernel<true, NoProbe>));
 }
 
 void launch_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream) {

@@ -5,8 +5,8 @@
 namespace weft {
 
 void load_probed_forward() {
-  load_kernel(forward_kernel<false, Probe>);
-  load_kernel(forward_kernel<true, Probe>);
+  load_persistent(forward_kernel<false, Probe>);
+  load_persistent(forward_kernel<true, Probe>);
 }
 
 void launch_probed_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream) {

@@ -36,10 +36,7 @@ struct DeviceState {
 
 class CudaLayer final : public BackendLayer {
  public:
-  explicit CudaLayer(const CudaOptions& options) : options_(options), device_(current_cuda_device()) {
-    check_cuda(cudaDeviceGetAttribute(&device_sms_, cudaDevAttrMultiProcessorCount, device_),
-               "cannot ask the CUDA device");
-  }
+  explicit CudaLayer(const CudaOptions& options) : options_(options), device_(current_cuda_device()) {}
   ~CudaLayer() override {
     // Freeing waits for the device, and may keep a peer of this process from launching what it waits for.
     if (branch_ != nullptr) cudaStreamSynchronize(branch_);
@@ -47,12 +44,12 @@ class CudaLayer final : public BackendLayer {
 
   int64_t workspace_bytes() const override {
     Carver carver;
-    carve_workspace(carver, options_.shape, options_.save, Direction::kBackward);
+    carve_workspace(carver, options_.shape, Direction::kBackward);
     return carver.used();
   }
   int64_t forward_workspace_bytes() const override {
     Carver carver;
-    carve_workspace(carver, options_.shape, options_.save, Direction::kForward);
+    carve_workspace(carver, options_.shape, Direction::kForward);
     return carver.used();
   }
   int64_t saved_bytes() const override {
@@ -156,15 +153,18 @@ class CudaLayer final : public BackendLayer {
     check_cuda(cudaHostAlloc(&pinned, sizeof(PlanReport), cudaHostAllocMapped), "cannot allocate pinned host memory");
     host_report_.reset(static_cast<PlanReport*>(pinned));
     *host_report_ = PlanReport{};
-    if (is_alone()) return;
-    branch_ = branch_stream(device_, options_.shape);
-    staged_ = make_event();
-    done_ = make_event();
     load_plan();
-    load_forward();
+    usable_sms_ = min_of(load_forward(), load_backward());
+    require(usable_sms_ > 0, WEFT_UNSUPPORTED, "device ", device_,
+            " cannot hold two CTAs of a cluster, each with all shared memory of an SM; use a whole Hopper GPU, or a "
+            "partition with two SMs of one cluster");
+    if (is_alone()) return;
     load_probed_forward();
     load_probed_backward();
     load_phases();
+    branch_ = branch_stream(device_, options_.shape);
+    staged_ = make_event();
+    done_ = make_event();
   }
 
   void join(void* caller_stream) override {
@@ -194,10 +194,16 @@ class CudaLayer final : public BackendLayer {
     switch (report.fault) {
       case PlanFault::kDisagreement: {
         const Call call = decode_call(static_cast<uint32_t>(report.value));
-        return words("ranks disagree: rank ", options_.shape.ep_rank, " ran a forward, rank ", report.rank, " ",
-                     call.kind == CallKind::kForward    ? "one of another layer"
-                     : call.kind == CallKind::kBackward ? "a backward"
-                                                        : "something else",
+        const auto name = [](CallKind kind) {
+          return kind == CallKind::kForward    ? "a forward"
+                 : kind == CallKind::kBackward ? "a backward"
+                                               : "something else";
+        };
+        const CallKind own = report.own_call.kind;
+        return words("ranks disagree: rank ", options_.shape.ep_rank, " ran ", name(own), ", rank ", report.rank, " ",
+                     call.kind != own            ? name(call.kind)
+                     : own == CallKind::kForward ? "one of another layer"
+                                                 : "one of another layer or for other gradients (dx, dtopk_weights)",
                      "; all ranks of a group must make the same calls in the same order, also those that they replay "
                      "from graphs. Nothing was computed");
       }
@@ -213,18 +219,18 @@ class CudaLayer final : public BackendLayer {
   }
 
   // Kernels of ranks that share a device must all be resident at once: they wait for one another. Even, since the
-  // forward runs in clusters of two.
+  // kernels run in clusters of two.
   int32_t num_sms(const RankMemory& memory) const {
     const int32_t sms =
-        options_.num_sms > 0 ? min_of(options_.num_sms, device_sms_) : device_sms_ / memory.ranks_on_device;
+        options_.num_sms > 0 ? min_of(options_.num_sms, usable_sms_) : usable_sms_ / memory.ranks_on_device;
     return max_of(2, sms / 2 * 2);
   }
   void check_share(const RankMemory& memory) const {
     const int32_t ranks = memory.ranks_on_device;
-    require(ranks * num_sms(memory) <= device_sms_, WEFT_INVALID_ARGUMENT, "num_workers (num_sms) is ",
-            options_.num_sms, " and ", ranks, " ranks of the group share device ", device_, " with ", device_sms_,
-            " SMs, which cannot run them at once; allowed: up to ", device_sms_ / ranks, ", or 0 for ",
-            max_of(2, device_sms_ / ranks / 2 * 2));
+    require(ranks * num_sms(memory) <= usable_sms_, WEFT_INVALID_ARGUMENT, "num_workers (num_sms) is ",
+            options_.num_sms, " and ", ranks, " ranks of the group share device ", device_, " with ", usable_sms_,
+            " usable SMs, which cannot run them at once; allowed: up to ", usable_sms_ / ranks, ", or 0 for ",
+            max_of(2, usable_sms_ / ranks / 2 * 2));
   }
 
   Peers peers_of(const RankMemory& memory, const weft_inputs& inputs, const void* dy = nullptr) const {
@@ -251,47 +257,37 @@ class CudaLayer final : public BackendLayer {
 
   void launch(const RankMemory& memory, const weft_forward_args& args) {
     Carver carver(args.workspace);
-    const Workspace workspace = carve_workspace(carver, options_.shape, options_.save, Direction::kForward);
+    const Workspace workspace = carve_workspace(carver, options_.shape, Direction::kForward);
     const Peers peers = peers_of(memory, *args.inputs);
     const ForwardParams params = launch_params().forward(workspace, args, peers, kForwardChoice);
     const cudaStream_t stream = stream_of(memory, args.stream);
     const Call call{CallKind::kForward, fingerprint_};
     launch_plan(launch_params().plan(workspace, peers, kForwardChoice, call, num_sms(memory)), stream);
-    run_forward(params, args.saved != nullptr, memory, args.debug, stream);
+    launch_phases(params, phase_options(args.debug), Direction::kForward, stream, [&](const ForwardParams& launch) {
+      launch_forward(launch, args.saved != nullptr, num_sms(memory), stream);
+    });
   }
 
   void launch(const RankMemory& memory, const weft_backward_args& args) {
     Carver carver(args.workspace);
-    const Workspace workspace = carve_workspace(carver, options_.shape, options_.save, Direction::kBackward);
+    const Workspace workspace = carve_workspace(carver, options_.shape, Direction::kBackward);
     const Peers peers = peers_of(memory, *args.inputs, args.dy);
     const bool wants_dx = args.want_dx != 0;
     const bool wants_dtopk = args.want_dtopk_weights != 0;
     const bool wants_gate_up = args.dgate_up != nullptr || args.dgate != nullptr;
-    const Work work{wants_dx || wants_dtopk, wants_dx, args.ddown != nullptr, wants_gate_up};
+    const Recompute recompute = args.source == WEFT_SOURCE_RECOMPUTED ? Recompute::kAlways
+                                : options_.shape.max_passes() > 1     ? Recompute::kInSeveralPasses
+                                                                      : Recompute::kNever;
+    const Work work{wants_dx || wants_dtopk, wants_dx, args.ddown != nullptr, wants_gate_up, recompute};
     const TaskChoice choice = backward_choice(work);
     const BackwardParams params = launch_params().backward(workspace, args, peers, choice);
     const cudaStream_t stream = stream_of(memory, args.stream);
-    if (args.source == WEFT_SOURCE_RECOMPUTED) {
-      weft_forward_args again{};
-      again.inputs = args.inputs;
-      again.saved = workspace.z;
-      const ForwardParams recompute = launch_params().forward(workspace, again, peers, kRecomputeChoice);
-      const Call call{CallKind::kForward, fingerprint_};
-      launch_plan(launch_params().plan(workspace, peers, kRecomputeChoice, call, num_sms(memory)), stream);
-      run_forward(recompute, true, memory, args.debug, stream);
-    }
     // Made anew even where the forward's is still there - the same bits - since the tasks are others.
     const uint32_t wants = (wants_dx ? 1U : 0U) | (wants_dtopk ? 2U : 0U);
     const Call call{CallKind::kBackward, fingerprint_ << 2 | wants};
     launch_plan(launch_params().plan(workspace, peers, choice, call, num_sms(memory)), stream);
     launch_phases(params, phase_options(args.debug), Direction::kBackward, stream,
                   [&](const BackwardParams& launch) { launch_backward(launch, num_sms(memory), stream); });
-  }
-
-  void run_forward(const ForwardParams& params, bool save_z, const RankMemory& memory, const weft_debug* debug,
-                   cudaStream_t stream) const {
-    launch_phases(params, phase_options(debug), Direction::kForward, stream,
-                  [&](const ForwardParams& launch) { launch_forward(launch, save_z, num_sms(memory), stream); });
   }
 
   static bool skips_phases(const weft_debug* debug) { return debug != nullptr && debug->skipped_phases != 0; }
@@ -329,7 +325,7 @@ class CudaLayer final : public BackendLayer {
 
   CudaOptions options_;
   int device_;
-  int device_sms_ = 0;
+  int32_t usable_sms_ = 0;  // on which the kernels can be at once
   std::unique_ptr<DeviceState, DeviceDeleter> state_;
   std::unique_ptr<PlanReport, PinnedDeleter> host_report_;
   uint32_t fingerprint_ = 0;
@@ -352,6 +348,11 @@ std::string cuda_unsupported(const CudaOptions& options) {
   if (options.recipe->precision != WEFT_PRECISION_BF16) {
     return words("the CUDA backend runs precision \"bf16\" today, not \"", options.recipe->name,
                  "\"; use device \"cpu\"");
+  }
+  if (options.shape.max_passes() > kMostPasses) {
+    return words("capacity_rows is ", options.shape.capacity_rows(), ", with which a routing may take ",
+                 options.shape.max_passes(), " passes; the CUDA backend works in at most ", kMostPasses,
+                 ": raise capacity_rows, or leave it at 0 for the default");
   }
   if (options.shape.ep_size == 1 && options.shape.max_passes() != 1) {
     return words(

@@ -28,10 +28,11 @@ const TaskTable& table_of(const Workspace& workspace, const TaskChoice& choice) 
   return choice.direction == Direction::kForward ? workspace.forward_table : workspace.backward_table;
 }
 
-void add_pull(PersistentParams& params, const Bf16* const (&source)[kMaxRanks], Bf16* pool) {
-  RowPull& pull = params.pulls[params.num_pulls++];
+RowPull row_pull(const Bf16* const (&source)[kMaxRanks], Bf16* pool) {
+  RowPull pull{};
   std::copy_n(source, kMaxRanks, pull.source);
   pull.pool = pool;
+  return pull;
 }
 
 }  // namespace
@@ -84,6 +85,7 @@ void LaunchParams::fill(PersistentParams& params, const Workspace& workspace, co
   params.topk_idx = workspace.scratch.topk_idx;
   params.token_sum = workspace.token_sum;
   params.combine = choice.work.combine;
+  params.recompute = choice.work.recompute;
   std::copy_n(peers.partial, kMaxRanks, params.partial);
   std::copy_n(peers.arrived, kMaxRanks, params.arrived);
   std::copy_n(peers.controls, kMaxRanks, params.controls);
@@ -128,7 +130,8 @@ ForwardParams LaunchParams::forward(const Workspace& workspace, const weft_forwa
   params.act_store = pool_map(workspace.act, intermediate, 16);
   params.rows_store = pool_map(workspace.rows, hidden, 16);
   if (args.saved != nullptr) params.z_store = pool_map_in_parts(args.saved, intermediate, 2, 16);
-  add_pull(params, peers.x, workspace.x);
+  params.pulls[0] = row_pull(peers.x, workspace.x);
+  params.num_pulls = params.num_pulls_in_passes = 1;
   params.rows = workspace.rows;
   params.result = static_cast<Bf16*>(args.y);
   params.clamp_limit = static_cast<float>(options_.clamp_limit);
@@ -152,8 +155,10 @@ BackwardParams LaunchParams::backward(const Workspace& workspace, const weft_bac
   fill(params, workspace, peers, choice);
   params.dy = pool_map_in_parts(workspace.dy, hidden, 1, kBoxRows);
   params.x = pool_map(workspace.x, hidden, kBoxRows);
-  const void* z = args.saved != nullptr ? args.saved : workspace.z;
-  params.z = pool_map_in_parts(z, intermediate, 2, kBlockRows);
+  params.x_rows = pool_map_in_parts(workspace.x, hidden, 1, kBoxRows);
+  params.z_in_passes = pool_map_in_parts(workspace.dz, intermediate, 2, kBlockRows);
+  params.z = choice.work.recompute == Recompute::kAlways ? params.z_in_passes
+                                                         : pool_map_in_parts(args.saved, intermediate, 2, kBlockRows);
   params.act = pool_map(workspace.act, intermediate, kBoxRows);
   params.dz = pool_map_in_parts(workspace.dz, intermediate, 2, kBoxRows);
   params.gate = weight_map(weights.gate, intermediate, hidden, weights.expert_stride, kBoxRows, "gate");
@@ -169,12 +174,15 @@ BackwardParams LaunchParams::backward(const Workspace& workspace, const weft_bac
   if (choice.work.down_wgrad) {
     params.ddown = weight_map(args.ddown, hidden, intermediate, down_stride, 16, "ddown", args.grad_dtype);
   }
-  add_pull(params, peers.dy, workspace.dy);
-  // Where z was computed again, x has been pulled for that.
-  if (choice.work.gate_up_wgrad && args.source == WEFT_SOURCE_SAVED) add_pull(params, peers.x, workspace.x);
+  params.pulls[0] = row_pull(peers.dy, workspace.dy);
+  params.pulls[1] = row_pull(peers.x, workspace.x);
+  const bool needs_x = choice.work.gate_up_wgrad || choice.work.recompute == Recompute::kAlways;
+  params.num_pulls = needs_x && args.source != WEFT_SOURCE_WORKSPACE ? 2 : 1;
+  params.num_pulls_in_passes = 2;
   params.rows = choice.work.dgrad ? workspace.rows : nullptr;
   params.result = static_cast<Bf16*>(args.dx);
   params.dw_parts = workspace.dw_partial;
+  params.wgrad_carry = workspace.wgrad_carry;
   params.num_dw_tiles = num_dw_tiles(shape);
   if (args.want_dtopk_weights != 0) params.dw_partial = workspace.dw_partial;
   params.dtopk_weights = args.dtopk_weights;

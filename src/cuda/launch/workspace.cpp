@@ -2,7 +2,7 @@
 
 namespace weft {
 
-Workspace carve_workspace(Carver& carver, const LayerShape& shape, weft_save save, Direction direction) {
+Workspace carve_workspace(Carver& carver, const LayerShape& shape, Direction direction) {
   const int64_t rows = shape.capacity_rows();
   Workspace workspace{};
   workspace.flags = carve_local_flags(carver, shape);
@@ -18,7 +18,12 @@ Workspace carve_workspace(Carver& carver, const LayerShape& shape, weft_save sav
   workspace.dy = carver.take<Bf16>(rows * shape.hidden);
   workspace.dz = carver.take<Bf16>(rows * 2 * shape.intermediate);
   workspace.dw_partial = carver.take<float>(rows * num_dw_tiles(shape));
-  if (save == WEFT_SAVE_INPUTS) workspace.z = carver.take<Bf16>(rows * 2 * shape.intermediate);
+  if (shape.max_passes() > 1) {
+    constexpr int64_t kTilePairs = kBlockRows * kHopperTiling.cols[static_cast<int32_t>(TaskKind::kDownWgrad)] / 2;
+    static_assert(kHopperTiling.cols[static_cast<int32_t>(TaskKind::kGateUpWgrad)] ==
+                  kHopperTiling.cols[static_cast<int32_t>(TaskKind::kDownWgrad)]);
+    workspace.wgrad_carry = carver.take<float2>(2 * int64_t{wgrad_tiles(shape).num_all()} * kTilePairs);
+  }
   return workspace;
 }
 

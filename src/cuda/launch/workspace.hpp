@@ -3,16 +3,14 @@
 
 #include <cstdint>
 
-#include "cuda/launch/persistent.hpp"
+#include "cuda/launch/backward.hpp"
 #include "layout/carver.hpp"
-#include "weft/weft.h"
 
 namespace weft {
 
 inline constexpr TaskChoice kForwardChoice{Direction::kForward, kForwardWork, kHopperTiling};
-inline constexpr TaskChoice kRecomputeChoice{Direction::kForward, kRecomputeWork, kHopperTiling};
 constexpr TaskChoice backward_choice(const Work& work) { return {Direction::kBackward, work, kHopperTiling}; }
-inline constexpr Work kWholeBackward{true, true, true, true};
+inline constexpr Work kWholeBackward{true, true, true, true, Recompute::kAlways};
 
 // Parts of a row's router gradient: one a down_dgrad tile.
 inline int32_t num_dw_tiles(const LayerShape& shape) {
@@ -33,12 +31,12 @@ struct Workspace {
 
   // Of a backward only, and so behind all that a forward needs.
   TaskTable backward_table;
-  Bf16* dy;           // [capacity, H]
-  Bf16* dz;           // [capacity, 2, I]
-  float* dw_partial;  // [capacity, num_dw_tiles]
-  Bf16* z;            // [capacity, 2, I] recomputed, where the caller keeps none
+  Bf16* dy;             // [capacity, H]
+  Bf16* dz;             // [capacity, 2, I]; before, z that is made again
+  float* dw_partial;    // [capacity, num_dw_tiles]
+  float2* wgrad_carry;  // [2, num_wgrad_tiles, tile] sums of experts that straddle passes
 };
 
-Workspace carve_workspace(Carver& carver, const LayerShape& shape, weft_save save, Direction direction);
+Workspace carve_workspace(Carver& carver, const LayerShape& shape, Direction direction);
 
 }  // namespace weft

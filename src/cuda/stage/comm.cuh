@@ -95,14 +95,15 @@ __device__ __forceinline__ bool run_comm(const PersistentParams& params, const C
   }
 }
 
-// By one thread, the leader of the rank: opens pass `pass` > 0 when every communication warp and every scheduler of the
-// rank has left the one before and all ranks have come as far, so that slots of partial rows and the pool may be
-// written again. An earlier launch has left the one before the first pass of this one.
+// By one thread, the leader of the rank: opens pass `pass` > 0 when every communication warp and every math warp of the
+// rank has left the one before - pools have been read, weight gradients carried on - and all ranks have come as far, so
+// that slots of partial rows and the pools may be written again. An earlier launch has left the one before the first
+// pass of this one.
 __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   const LayerShape& shape = params.plan.shape;
   const uint32_t epoch = params.state->epoch + static_cast<uint32_t>(pass);
   const PassFlags& left = params.flags.banks[(pass - 1) % kNumBanks];
-  const uint32_t num_workers = kCommWarps * gridDim.x + gridDim.x / kClusterCtas;
+  const uint32_t num_workers = (kCommWarps + kMathWarps) * gridDim.x;
   if (pass > params.first_pass && !wait_counter(params, left.workers_done, num_workers,
                                                 {WaitTask::kLeavePass, pass - 1, FlagKind::kWorkersDone, -1, -1})) {
     return false;

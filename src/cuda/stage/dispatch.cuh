@@ -38,6 +38,7 @@ __device__ __forceinline__ void pull_rows(const PersistentParams& params, const 
   const auto row_chunks = static_cast<uint32_t>(plan.shape.hidden / 8);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const RouteRef own_route = lane < end - begin ? plan.row_route[begin + lane] : RouteRef{kPaddingToken, 0, 0};
+  const int32_t num_pulls = *plan.num_passes == 1 ? params.num_pulls : params.num_pulls_in_passes;
   int32_t num_alone = 0;
 #pragma unroll 1
   for (int32_t row = begin; row < end; ++row) {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void pull_rows(const PersistentParams& params, const 
     }
     const uint32_t row_begin = static_cast<uint32_t>(pool_row(plan, own_row)) * row_chunks;
 #pragma unroll 1
-    for (int32_t pull = 0; pull < params.num_pulls; ++pull) {
+    for (int32_t pull = 0; pull < num_pulls; ++pull) {
       const auto* source = reinterpret_cast<const uint4*>(params.pulls[pull].source[source_rank]) +
                            static_cast<uint32_t>(token) * row_chunks;
       auto* pool = reinterpret_cast<uint4*>(params.pulls[pull].pool);

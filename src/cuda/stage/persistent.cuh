@@ -69,7 +69,7 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     }
   } else {
     ptx::take_registers<208>();
-    run_math(shared, bodies, warp / 4 - 1);
+    run_math(params, shared, bodies, warp / 4 - 1);
     const int32_t last_pass = end_pass(params) - 1;
     if (enter_pass(params, last_pass)) {
       run_comm<kSumChunks, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass, probe);
@@ -79,31 +79,41 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
   ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers
 }
 
-// Loads a kernel now: loading at the first launch would wait for kernels that run, which may wait for this rank.
-template <class Params>
-void load_kernel(void (*kernel)(Params)) {
-  cudaFuncAttributes attributes{};
-  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-  require(status == cudaSuccess, WEFT_INTERNAL, "cannot load a kernel: ", cudaGetErrorString(status));
-}
-
-// Starts one CTA an SM in clusters of two.
-template <class Params>
-cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster{};
+// A launch of one CTA an SM in clusters of two; `cluster` must live as long.
+inline cudaLaunchConfig_t persistent_config(int32_t num_sms, cudaLaunchAttribute& cluster) {
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kClusterCtas, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_sms));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
+  return config;
+}
+
+template <class Params>
+cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config = persistent_config(num_sms, cluster);
+  config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// Loads a kernel; returns how many of its CTAs the current device can hold at once.
+template <class Params>
+int32_t load_persistent(void (*kernel)(Params)) {
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  cudaLaunchAttribute cluster{};
+  const cudaLaunchConfig_t config = persistent_config(kClusterCtas, cluster);
+  int num_clusters = 0;
+  if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config);
+  require(status == cudaSuccess, WEFT_INTERNAL, "cannot load a persistent kernel: ", cudaGetErrorString(status));
+  return num_clusters * static_cast<int32_t>(kClusterCtas);
 }
 
 }  // namespace weft

@@ -22,10 +22,12 @@ __device__ __forceinline__ void release_task(SharedTile& shared, const RingPosit
 }
 
 // Tiles that raise the counter of a block, times the warps that each raise it once.
+__device__ __forceinline__ uint32_t z_target(const LayerShape& shape) {
+  return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), kGateUpCols) * kMathWarps);
+}
 __device__ __forceinline__ uint32_t mid_target(const LayerShape& shape, Direction direction) {
-  const TaskKind producer = direction == Direction::kForward ? TaskKind::kGateUp : TaskKind::kDownDgrad;
-  const int32_t cols = producer == TaskKind::kGateUp ? kGateUpCols : kTileN;
-  return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), cols) * kMathWarps);
+  if (direction == Direction::kForward) return z_target(shape);
+  return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), kTileN) * kMathWarps);
 }
 __device__ __forceinline__ int32_t part_begin_tile(const LayerShape& shape, int32_t part, int32_t num_parts) {
   return part_begin(ceil_div(static_cast<int32_t>(shape.hidden), kTileN), part, num_parts);
@@ -36,35 +38,48 @@ __device__ __forceinline__ uint32_t out_target(const LayerShape& shape, int32_t 
 }
 
 // Whole warp; true when every input of the task is there.
-__device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Direction direction, const PassFlags& flags,
+__device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Direction direction, int32_t pass,
                                             const MatrixTask& task, int32_t ticket) {
   const Plan& plan = params.plan;
+  const PassFlags& flags = params.flags.banks[pass % kNumBanks];
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const bool needs_rows = task.kind == TaskKind::kGateUp || task.kind == TaskKind::kDownDgrad;
+  // z made again came from rows, dy among them.
+  const bool needs_z = task.kind == TaskKind::kDownDgrad && recomputes(params.recompute, *plan.num_passes);
+  const bool needs_rows = task.kind == TaskKind::kGateUp || (task.kind == TaskKind::kDownDgrad && !needs_z);
+  const uint32_t* counters = needs_rows ? flags.rows_ready : needs_z ? flags.z_ready : flags.mid_ready;
+  const uint32_t target = needs_rows ? uint32_t{kBlockRows}
+                          : needs_z  ? z_target(plan.shape)
+                                     : mid_target(plan.shape, direction);
+  const FlagKind flag = needs_rows ? FlagKind::kRowsReady : needs_z ? FlagKind::kZReady : FlagKind::kMidReady;
   int32_t begin = task.m_tile;
   int32_t end = task.m_tile + (task.pair == TilePair::kRows ? 2 : 1);
   if (is_wgrad(task.kind)) {
-    begin = plan.expert_block_begin[task.local_expert];
-    end = plan.expert_block_begin[task.local_expert + 1];
+    const int32_t window_begin = pass * plan.shape.capacity_blocks;
+    begin = max_of(plan.expert_block_begin[task.local_expert], window_begin);
+    end = min_of(plan.expert_block_begin[task.local_expert + 1], window_begin + plan.shape.capacity_blocks);
   }
   bool ready = true;
   for (int32_t block = begin + lane; block < end && ready; block += 32) {
     const int32_t physical = block % plan.shape.capacity_blocks;
     const WaitSite site{WaitTask{static_cast<int32_t>(WaitTask::kGateUp) + static_cast<int32_t>(task.kind)}, ticket,
-                        needs_rows ? FlagKind::kRowsReady : FlagKind::kMidReady, physical, -1};
-    ready = needs_rows ? wait_counter(params, &flags.rows_ready[physical], kBlockRows, site)
-                       : wait_counter(params, &flags.mid_ready[physical], mid_target(plan.shape, direction), site);
+                        flag, physical, -1};
+    ready = wait_counter(params, &counters[physical], target, site);
   }
   return __all_sync(~0U, ready);
 }
 
 // What CTA `cta` does of a task.
 __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& task, int32_t pass, int32_t cta) {
-  TaskHead head{
-      task.kind,   0,          task.pair != TilePair::kCols, static_cast<uint8_t>(pass % kNumBanks), task.local_expert,
-      task.m_tile, task.n_tile};
+  TaskHead head{task.kind,
+                0,
+                task.pair != TilePair::kCols,
+                task.local_expert,
+                task.m_tile,
+                static_cast<int16_t>(task.n_tile),
+                static_cast<uint16_t>(pass)};
   if (cta == 1 && task.pair == TilePair::kNone) return head;
-  if (cta == 1) (task.pair == TilePair::kRows ? head.m_tile : head.n_tile) += 1;
+  if (cta == 1 && task.pair == TilePair::kRows) ++head.m_tile;
+  if (cta == 1 && task.pair == TilePair::kCols) ++head.n_tile;
   if (!is_wgrad(task.kind)) {
     head.valid_rows = static_cast<uint8_t>(valid_rows_of_block(plan, task.local_expert, head.m_tile));
     return head;
@@ -102,23 +117,24 @@ __device__ __forceinline__ void run_scheduler(const PersistentParams& params, Sh
   RingPosition<kTaskSlots> slot;
   int32_t pass = params.first_pass;
   int32_t ticket = 0;
+  bool is_open = true;
   for (;;) {
-    const PassFlags& flags = params.flags.banks[pass % kNumBanks];
-    const int32_t first_task = params.table.pass_begin[pass];
-    probe.delay(ProbeSite::kTakeTask, ticket);
-    if (lane == 0) ticket = static_cast<int32_t>(ptx::atom_add_relaxed_gpu(flags.matrix_ticket, 1));
-    ticket = __shfl_sync(~0U, ticket, 0);
     TaskHead head{};
-    head.local_expert = -1;
-    if (ticket < params.table.pass_begin[pass + 1] - first_task) {
-      const MatrixTask task = params.table.tasks[first_task + ticket];
-      if ((matrix_phase(task.kind) & params.phases) == 0) continue;
-      if (wait_inputs(params, direction, flags, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
-    } else if (pass + 1 < num_passes) {
-      if (lane == 0) ptx::red_add_release_gpu(flags.workers_done, 1);
-      if (enter_pass(params, pass + 1)) {
-        ++pass;
-        continue;
+    head.local_expert = TaskHead::kNoMoreTasks;
+    if (is_open) {
+      const int32_t first_task = params.table.pass_begin[pass];
+      probe.delay(ProbeSite::kTakeTask, ticket);
+      if (lane == 0) {
+        ticket = static_cast<int32_t>(ptx::atom_add_relaxed_gpu(params.flags.banks[pass % kNumBanks].matrix_ticket, 1));
+      }
+      ticket = __shfl_sync(~0U, ticket, 0);
+      if (ticket < params.table.pass_begin[pass + 1] - first_task) {
+        const MatrixTask task = params.table.tasks[first_task + ticket];
+        if ((matrix_phase(task.kind) & params.phases) == 0) continue;
+        if (wait_inputs(params, direction, pass, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
+      } else if (pass + 1 < num_passes) {
+        head.local_expert = TaskHead::kPassEnds;
+        head.pass = static_cast<uint16_t>(pass);
       }
     }
     ptx::mbarrier_wait(&shared.task_empty[slot.index], slot.phase ^ 1);
@@ -130,6 +146,7 @@ __device__ __forceinline__ void run_scheduler(const PersistentParams& params, Sh
     }
     slot.advance();
     if (__all_sync(~0U, head.ends())) return;
+    if (head.ends_pass()) is_open = enter_pass(params, ++pass);
   }
 }
 
