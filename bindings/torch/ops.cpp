@@ -13,6 +13,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "debug.hpp"
 #include "errors.hpp"
 #include "group.hpp"
 #include "stream.hpp"
@@ -66,7 +67,7 @@ weft_dtype grad_dtype_code(ScalarType dtype) {
   }
 }
 
-LayerKey key_of(const Inputs& inputs, const Options& options) {
+LayerKey key_of(const Inputs& inputs, const Options& options, weft_schedule schedule) {
   require_dims(inputs.x[0], "x", "[T, H]", 2);
   require_dims(inputs.topk_idx[0], "topk_idx", "[T, K]", 2);
   require_dims(inputs.down[0], "down", "[e, H, I]", 3);
@@ -89,7 +90,8 @@ LayerKey key_of(const Inputs& inputs, const Options& options) {
           .save = static_cast<weft_save>(options.save),
           .num_workers = static_cast<int32_t>(options.num_workers),
           .deadline_s = options.deadline_s,
-          .device = inputs.x[0].is_cpu() ? -1 : inputs.x[0].device().index()};
+          .device = inputs.x[0].is_cpu() ? -1 : inputs.x[0].device().index(),
+          .schedule = schedule};
 }
 
 // Checks what one rank brings against the configuration.
@@ -138,7 +140,7 @@ class Call {
     LayerKey key{};
     or_refuse([&] {
       require_entries({&inputs.x, &inputs.topk_idx, &inputs.topk_weights, &inputs.gate_up, &inputs.down});
-      key = key_of(inputs, options);
+      key = key_of(inputs, options, debug_.schedule);
       const Device device = x_[0].device();
       if (!device.is_cpu()) on_device_.emplace(device.index());
       stream_ = current_stream(device);
@@ -177,6 +179,7 @@ class Call {
     args.workspace_bytes = is_lean ? sizes(r).forward_workspace_bytes : sizes(r).workspace_bytes;
     args.workspace = rank(r).workspace(place_, x_[r], args.workspace_bytes);
     args.stream = stream_;
+    args.debug = debug_.asks_for_anything() ? &debug_.options : nullptr;
   }
 
   template <class Prepare>
@@ -201,6 +204,7 @@ class Call {
   }
 
  private:
+  const Debug debug_ = debug_of_call();
   std::shared_ptr<Group> group_;
   std::vector<std::unique_lock<std::mutex>> locks_;
   const Tensors& x_;

@@ -79,7 +79,7 @@ void validate_debug(const weft_config& config, const weft_debug* caller_debug) {
   constexpr uint32_t kMostDelayNs = 1000000;  // that a GPU sleeps at once
   const weft_debug debug = read_struct(caller_debug, "args.debug");
   require(config.backend == WEFT_BACKEND_CUDA, WEFT_UNSUPPORTED,
-          "args.debug is set, and the CPU backend knows none of it; pass NULL");
+          "phases to skip, a trace or delays are asked for (args.debug), which the CUDA backend alone has; pass NULL");
   require_argument((debug.skipped_phases & ~uint32_t{WEFT_PHASE_ALL}) == 0, "skipped_phases is ", debug.skipped_phases,
                    "; allowed: a sum of WEFT_PHASE_*, or 0 for none");
   require(debug.skipped_phases == 0 || config.ep_size == 1, WEFT_UNSUPPORTED, "skipped_phases is ",
