@@ -117,7 +117,7 @@ __device__ __forceinline__ void run_scheduler(const PersistentParams& params, Sh
   RingPosition<kTaskSlots> slot;
   int32_t pass = params.first_pass;
   int32_t ticket = 0;
-  bool is_open = true;
+  bool is_open = enter_pass(params, pass);
   for (;;) {
     TaskHead head{};
     head.local_expert = TaskHead::kNoMoreTasks;
