@@ -76,7 +76,8 @@ typedef enum weft_schedule {
   WEFT_SCHEDULE_PHASED = 2      /* the same task bodies, stage by stage: the debug path, bitwise equal */
 } weft_schedule;
 
-/* Where a backward took its rows from (weft_backward_args.source). */
+/* Where a backward took its rows from (weft_backward_args.source). What a forward leaves is one pass: a call of several
+ * is WEFT_SOURCE_RECOMPUTED, which a GPU, whose host does not know the passes, tells only where nothing was saved. */
 typedef enum weft_backward_source {
   WEFT_SOURCE_SAVED = 0,     /* z from `saved`, x pulled again */
   WEFT_SOURCE_WORKSPACE = 1, /* x rows and z still lay in the workspace: nothing pulled or recomputed */
@@ -219,6 +220,11 @@ WEFT_API weft_status weft_backward(weft_layer* layer, weft_backward_args* args);
  * functions above do it by themselves when they return an error of their own arguments. Does not wait for the peers,
  * unless they have yet to read this rank's refusal before: then at most deadline_s seconds (0: 300). */
 WEFT_API weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s);
+
+/* Collective: the largest of the numbers of tokens that the ranks bring, where they have yet to agree on max_tokens. A
+ * rank that finds its input wrong before answers with weft_refuse. */
+WEFT_API weft_status weft_group_max_tokens(weft_group* group, int64_t num_tokens, double deadline_s,
+                                           int64_t* max_tokens);
 
 /* Several ranks of one process together, for virtual ranks: each on a thread of its own, and on a GPU in a stream of
  * its own, which is ordered in args->stream as the call is. Arrays of length n. Returns the status and words of the

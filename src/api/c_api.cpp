@@ -304,6 +304,14 @@ weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s
   });
 }
 
+weft_status weft_group_max_tokens(weft_group* group, int64_t num_tokens, double deadline_s, int64_t* max_tokens) {
+  return guarded([&] {
+    require(group != nullptr && max_tokens != nullptr, WEFT_INVALID_ARGUMENT, "group or max_tokens is NULL");
+    validate_deadline(deadline_s);
+    *max_tokens = group->agree_on_max_tokens(num_tokens, deadline_or_default(deadline_s));
+  });
+}
+
 weft_status weft_layer_create_all(const weft_config* const* configs, weft_group* const* groups, int32_t n,
                                   weft_layer** layers) {
   return on_all_ranks(n, configs && groups && layers,

@@ -12,6 +12,8 @@ const char* task_name(WaitTask task) {
       return "layer_create";
     case WaitTask::kGrowMemory:
       return "layer_create (growing symmetric memory)";
+    case WaitTask::kMaxTokens:
+      return "agreement on max_tokens";
     case WaitTask::kForward:
       return "forward";
     case WaitTask::kBackward:

@@ -68,6 +68,8 @@ __device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Dire
   return __all_sync(~0U, ready);
 }
 
+static_assert(kMostPasses <= 1 << 16, "a TaskHead counts passes in 16 bits");
+
 // What CTA `cta` does of a task.
 __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& task, int32_t pass, int32_t cta) {
   TaskHead head{task.kind,
