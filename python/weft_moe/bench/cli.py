@@ -17,7 +17,7 @@ from .breakdown import KINDS, Breakdown, break_down, traced
 from .layer import DIRECTIONS, SHAPES, Case, Problem, Row, dispatch_for, make_launch, measure
 from .plan import DEFAULT_BINARY, run_plan_benchmark
 from .ratios import ratios
-from .timeline import plot_timeline
+from .timeline import plot_timeline, summarize
 from .timing import REGIMES
 from .virtual import measure_virtual
 
@@ -133,6 +133,11 @@ def _run_timeline(arguments: argparse.Namespace, console: Console) -> None:
     records = traced(make_launch(direction, dispatch, problem), device)
     title = f"{arguments.shape} {direction}, {arguments.tokens} tokens, {arguments.precision}"
     plot_timeline(records, arguments.output, title)
+    summary = summarize(records)
+    console.print(
+        f"{title}: {summary.span_ms:.3f} ms, start bubble {summary.start_bubble_ms:.3f}, tail "
+        f"{summary.tail_ms:.3f}"
+    )
     console.print(f"wrote {arguments.output}")
 
 
