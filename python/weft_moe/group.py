@@ -56,7 +56,9 @@ class Group:
 
     def __getitem__(self, rank: int) -> Group:
         """Rank `rank`'s own handle of a virtual group, for code that runs one rank a thread. Give
-        the group `max_tokens` then: ranks in separate calls cannot agree on it."""
+        the group `max_tokens` then: ranks in separate calls cannot agree on it. On a GPU, run
+        backward under `torch.autograd.set_multithreading_enabled(False)`: autograd has one thread
+        a device, which would wait in one rank's backward for the others."""
         if not self._members:
             raise TypeError("weft: only a virtual group of several ranks has a handle for each")
         return self._members[rank]

@@ -102,18 +102,25 @@ class Ranks:
         grads = zip(GRADIENTS, (x, topk_weights, gate_up, down), strict=True)
         return {name: [t.grad for t in tensors] for name, tensors in grads if name in wanted}
 
+    def rank_forward(
+        self, group: weft.Group, rank: int, device="cuda", wanted=GRADIENTS, **options
+    ) -> tuple[Tensor, list[Tensor]]:
+        """y of one rank whose group has the others elsewhere, and the leaves that it came from."""
+        leaves = self.leaves(rank, wanted, options, device)
+        x, topk_weights, gate_up, down = leaves
+        options = {"deadline_s": DEADLINE_S, **options}
+        y = weft.moe(
+            x, self.topk_idx[rank].to(device), topk_weights, gate_up, down, group=group,
+            num_experts=self.whole.num_experts, **options,
+        )  # fmt: skip
+        return y, leaves
+
     def rank_gradients(
         self, group: weft.Group, rank: int, device="cuda", **options
     ) -> dict[str, Tensor]:
-        """The gradients of one rank whose group has the others elsewhere."""
-        x, topk_weights, gate_up, down = self.leaves(rank, GRADIENTS, options, device)
-        y = weft.moe(
-            x, self.topk_idx[rank].to(device), topk_weights, gate_up, down, group=group,
-            num_experts=self.whole.num_experts, deadline_s=DEADLINE_S, **options,
-        )  # fmt: skip
+        y, leaves = self.rank_forward(group, rank, device, **options)
         y.backward(self.dy[rank].to(device))
-        grads = (leaf.grad for leaf in (x, topk_weights, gate_up, down))
-        return dict(zip(GRADIENTS, grads, strict=True))
+        return dict(zip(GRADIENTS, (leaf.grad for leaf in leaves), strict=True))
 
     def leaves(self, rank: int, wanted, options, device="cuda") -> list[Tensor]:
         tensors = (self.x, self.topk_weights, self.gate_up, self.down)
@@ -397,6 +404,27 @@ def test_virtual_ranks_on_two_gpus() -> None:
     run_ranks(_threads, 1, 2, timeout_s=TIMEOUT_S)
 
 
+def _backward_threads(_) -> None:
+    group = weft.virtual_ep_group(4, device="cuda", max_tokens=1024)
+    ranks = Ranks(SOME_TOKENS[4])
+    expected = ranks.gradients(weft.virtual_ep_group(4, device="cuda", max_tokens=1024))
+    torch.cuda.synchronize()
+
+    def work(rank: int) -> dict[str, Tensor]:
+        # Autograd's one thread for the GPU would wait in the first rank for the second.
+        with torch.autograd.set_multithreading_enabled(False):
+            return ranks.rank_gradients(group[rank], rank)
+
+    outcomes = _in_threads(4, work)
+    assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
+    actual = {name: [outcome[name] for outcome in outcomes] for name in expected}
+    _assert_same_gradients(actual, expected, "a thread a rank")
+
+
+def test_gradients_of_virtual_ranks_in_threads() -> None:
+    run_ranks(_backward_threads, 1, timeout_s=TIMEOUT_S)
+
+
 # ---- ranks in processes
 
 
@@ -602,6 +630,27 @@ def test_a_rank_that_stays_away_is_named_and_the_gpu_stays_usable() -> None:
     run_ranks(_absence, 1, timeout_s=TIMEOUT_S)
 
 
+def _absence_from_a_backward(_) -> None:
+    group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    ranks = Ranks([100, 200])
+
+    def work(rank: int) -> None:
+        y, _ = ranks.rank_forward(group[rank], rank, deadline_s=2.0)
+        if rank == 0:
+            with torch.autograd.set_multithreading_enabled(False):
+                y.backward(ranks.dy[rank])
+
+    outcomes = _in_threads(2, work)
+    _assert_raised(outcomes[0], RuntimeError, "rank 0 stalled in backward: flag entry, written by")
+    assert outcomes[1] is None
+    again = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    ranks.check_gradients(ranks.gradients(again))
+
+
+def test_a_rank_that_stays_away_from_a_backward_is_named() -> None:
+    run_ranks(_absence_from_a_backward, 1, timeout_s=TIMEOUT_S)
+
+
 def _disagreement(_) -> None:
     group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
     two, four = Ranks([100, 200], top_k=2), Ranks([100, 200], top_k=4)
@@ -612,6 +661,15 @@ def _disagreement(_) -> None:
     outcomes = _in_threads(2, lambda rank: (two, four)[rank].run_rank(group[rank], rank))
     for outcome in outcomes:
         _assert_raised(outcome, ValueError, "call forward of different layers")
+
+    def other_gradients(rank: int) -> None:
+        wanted = GRADIENTS if rank == 0 else ("dgate_up", "ddown")
+        y, _ = two.rank_forward(group[rank], rank, wanted=wanted)
+        with torch.autograd.set_multithreading_enabled(False):
+            y.backward(two.dy[rank])
+
+    for outcome in _in_threads(2, other_gradients):
+        _assert_raised(outcome, ValueError, "call backward of different layers or for different")
     for ranks, y in zip((two, four), expected, strict=True):
         assert _same(ranks.run(group), y)
 

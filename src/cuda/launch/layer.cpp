@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/status.hpp"
+#include "cuda/launch/fault.hpp"
 #include "cuda/launch/params.hpp"
 #include "cuda/launch/phases.hpp"
 #include "cuda/launch/probed.hpp"
@@ -183,40 +184,12 @@ class CudaLayer final : public BackendLayer {
     *host_report_ = PlanReport{};
     const CurrentDevice current(device_);
     write_to_device(&state_->report, PlanReport{});
-    throw Error(WEFT_INVALID_ARGUMENT, "found by the device in an earlier call: " + fault_words(report));
+    throw Error(WEFT_INVALID_ARGUMENT, "found by the device in an earlier call: " + describe(report, options_.shape));
   }
 
  private:
   bool is_alone() const { return options_.shape.ep_size == 1; }
   LaunchParams launch_params() const { return {options_, &state_->report, host_report_.get()}; }
-
-  std::string fault_words(const PlanReport& report) const {
-    switch (report.fault) {
-      case PlanFault::kDisagreement: {
-        const Call call = decode_call(static_cast<uint32_t>(report.value));
-        const auto name = [](CallKind kind) {
-          return kind == CallKind::kForward    ? "a forward"
-                 : kind == CallKind::kBackward ? "a backward"
-                                               : "something else";
-        };
-        const CallKind own = report.own_call.kind;
-        return words("ranks disagree: rank ", options_.shape.ep_rank, " ran ", name(own), ", rank ", report.rank, " ",
-                     call.kind != own            ? name(call.kind)
-                     : own == CallKind::kForward ? "one of another layer"
-                                                 : "one of another layer or for other gradients (dx, dtopk_weights)",
-                     "; all ranks of a group must make the same calls in the same order, also those that they replay "
-                     "from graphs. Nothing was computed");
-      }
-      case PlanFault::kNumTokens:
-        return words("rank ", report.rank, " brought ", report.value,
-                     " tokens; allowed: 0 to max_tokens = ", options_.shape.max_tokens,
-                     "; create the layer with a larger max_tokens. Nothing was computed");
-      default:
-        return words("topk_idx of rank ", report.rank, " at token ", report.token, ", slot ", report.slot, " is ",
-                     report.value, "; allowed: 0 to ", options_.shape.num_experts - 1, ", or ", kMaskedRoute,
-                     " for a masked route, as which it was taken");
-    }
-  }
 
   // Kernels of ranks that share a device must all be resident at once: they wait for one another. Even, since the
   // kernels run in clusters of two.
