@@ -37,6 +37,27 @@ constexpr PhaseMask all_phases_of(Direction direction) {
   return all;
 }
 
+// What one launch of a call runs: of the passes that there are, those in [first_pass, end_pass).
+struct LaunchRange {
+  int32_t first_pass;
+  int32_t end_pass;
+  PhaseMask phases;
+};
+// each(range) for the launches of a call without its `skipped` phases. How many passes there are the host does not
+// know; at most `max_passes`.
+template <class Each>
+void for_each_launch(Direction direction, bool one_by_one, PhaseMask skipped, int32_t max_passes, Each each) {
+  if (!one_by_one) {
+    if ((all_phases_of(direction) & ~skipped) != 0) each(LaunchRange{0, max_passes, kAllPhases & ~skipped});
+    return;
+  }
+  for (int32_t pass = 0; pass < max_passes; ++pass) {
+    for (const PhaseMask phase : phases_of(direction)) {
+      if ((phase & ~skipped) != 0) each(LaunchRange{pass, pass + 1, phase});
+    }
+  }
+}
+
 struct TicketRange {
   int32_t begin;
   int32_t end;

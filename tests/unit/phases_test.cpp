@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "cases/planned.hpp"
@@ -83,6 +84,58 @@ TEST(Phases, AllOfThemTogetherAreTheOverlappedCall) {
     const TicketRange none = comm_tickets(comm, 0);
     ASSERT_EQ(none.begin, none.end);
   });
+}
+
+// What the launches of a call run, as (pass, ticket) in order.
+struct Tickets {
+  std::vector<std::pair<int32_t, int32_t>> matrix;
+  std::vector<std::pair<int32_t, int32_t>> comm;
+};
+Tickets run_call(const Plan& plan, Direction direction, const Work& work, int64_t own_tokens, bool one_by_one) {
+  Tickets run;
+  const auto max_passes = static_cast<int32_t>(plan.shape.max_passes());
+  for_each_launch(direction, one_by_one, 0, max_passes, [&](const LaunchRange& launch) {
+    for (int32_t pass = launch.first_pass; pass < std::min(launch.end_pass, *plan.num_passes); ++pass) {
+      const TaskOrder order(plan, direction, pass, own_tokens, work, kPairedTiling);
+      for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
+        const bool runs = (matrix_phase(order.matrix_task(ticket).kind) & launch.phases) != 0;
+        if (runs) run.matrix.emplace_back(pass, ticket);
+      }
+      const TicketRange tickets = comm_tickets(order.comm(), launch.phases);
+      for (int32_t ticket = tickets.begin; ticket < tickets.end; ++ticket) run.comm.emplace_back(pass, ticket);
+    }
+  });
+  return run;
+}
+
+TEST(Phases, LaunchesOneByOneRunTheTicketsOfTheOneLaunch) {
+  for (const cases::NamedRouting& named : cases::adversarial_routings()) {
+    SCOPED_TRACE(named.name);
+    const Routing routing = named.make();
+    const RankPlan plan(routing, 0, 384, 256);
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      const Work work = direction == Direction::kForward ? kForwardWork : kWholeBackward;
+      const int64_t own_tokens = routing.num_tokens.front();
+      const Tickets whole = run_call(*plan, direction, work, own_tokens, false);
+      Tickets parts = run_call(*plan, direction, work, own_tokens, true);
+      ASSERT_EQ(parts.comm, whole.comm);
+      std::sort(parts.matrix.begin(), parts.matrix.end());  // kind by kind
+      ASSERT_EQ(parts.matrix, whole.matrix);
+    }
+  }
+}
+
+TEST(Phases, ALaunchLeavesOutWhatIsSkipped) {
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    for (const bool one_by_one : {false, true}) {
+      for (PhaseMask skipped = 0; skipped <= kAllPhases; ++skipped) {
+        PhaseMask run = 0;
+        for_each_launch(direction, one_by_one, skipped, 1, [&](const LaunchRange& launch) { run |= launch.phases; });
+        ASSERT_EQ(run & skipped, 0U);
+        ASSERT_EQ(run & all_phases_of(direction), all_phases_of(direction) & ~skipped);
+      }
+    }
+  }
 }
 
 // The phases that raise what a phase's tasks wait for (src/schedule/task_order.hpp).

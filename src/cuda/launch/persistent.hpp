@@ -62,10 +62,7 @@ struct PersistentParams {
   PlanReport* host_report;  // its copy where the host sees it
   uint64_t deadline_ns;
 
-  // What this launch runs: the passes [first_pass, end_pass) of those that there are, and of them these phases.
-  int32_t first_pass;
-  int32_t end_pass;
-  PhaseMask phases;
+  LaunchRange launch;
   ProbeParams probe;  // read by probed kernels alone
 };
 

@@ -34,26 +34,14 @@ template <class Params, class Launch>
 void launch_phases(const Params& call, const PhaseOptions& options, Direction direction, cudaStream_t stream,
                    const Launch& launch) {
   Params params = call;
-  const auto max_passes = static_cast<int32_t>(params.plan.shape.max_passes());
-  const auto is_wanted = [&](PhaseMask phases) { return (phases & kAllPhases & ~options.skipped) != 0; };
   params.probe = options.probe;
   if (options.skipped != 0) launch_raise_flags(params, direction, options.skipped, stream);
-  if (!options.one_by_one) {
-    params.end_pass = max_passes;
-    params.phases = kAllPhases & ~options.skipped;
-    if (is_wanted(all_phases_of(direction))) launch(params);
-    return;
-  }
-  for (int32_t pass = 0; pass < max_passes; ++pass) {
-    params.first_pass = pass;
-    params.end_pass = pass + 1;
-    for (const PhaseMask phase : phases_of(direction)) {
-      if (!is_wanted(phase)) continue;
-      params.phases = phase;
-      launch_reset_tickets(params.flags.of_pass(pass), stream);
-      launch(params);
-    }
-  }
+  const auto max_passes = static_cast<int32_t>(params.plan.shape.max_passes());
+  for_each_launch(direction, options.one_by_one, options.skipped, max_passes, [&](const LaunchRange& range) {
+    params.launch = range;
+    if (options.one_by_one) launch_reset_tickets(params.flags.of_pass(range.first_pass), stream);
+    launch(params);
+  });
 }
 
 }  // namespace weft

@@ -56,7 +56,7 @@ __device__ __forceinline__ bool run_comm(const PersistentParams& params, const C
   const bool is_alone = plan.shape.ep_size == 1;
   const CommPass comm{params, params.flags.banks[pass % kNumBanks], params.state->epoch + static_cast<uint32_t>(pass),
                       pass, order.num_parts};
-  const TicketRange tickets = comm_tickets(order, params.phases);
+  const TicketRange tickets = comm_tickets(order, params.launch.phases);
   int32_t ticket = tickets.begin;
 #pragma unroll 1
   for (;;) {
@@ -104,8 +104,9 @@ __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   const uint32_t epoch = params.state->epoch + static_cast<uint32_t>(pass);
   const PassFlags& left = params.flags.banks[(pass - 1) % kNumBanks];
   const uint32_t num_workers = (kCommWarps + kMathWarps) * gridDim.x;
-  if (pass > params.first_pass && !wait_counter(params, left.workers_done, num_workers,
-                                                {WaitTask::kLeavePass, pass - 1, FlagKind::kWorkersDone, -1, -1})) {
+  if (pass > params.launch.first_pass &&
+      !wait_counter(params, left.workers_done, num_workers,
+                    {WaitTask::kLeavePass, pass - 1, FlagKind::kWorkersDone, -1, -1})) {
     return false;
   }
   const uint64_t word = (uint64_t{epoch} << 32) | encode_call({CallKind::kNextPass, 0});
@@ -136,9 +137,9 @@ __device__ __forceinline__ void run_comm_passes(const PersistentParams& params, 
                                                 bool leads, const Probe& probe) {
   const int32_t num_passes = end_pass(params);
   const bool first_lane = threadIdx.x % 32 == 0;
-  const bool opens = leads && first_lane && (params.phases & kPullPhase) != 0;
+  const bool opens = leads && first_lane && (params.launch.phases & kPullPhase) != 0;
 #pragma unroll 1
-  for (int32_t pass = params.first_pass;; ++pass) {
+  for (int32_t pass = params.launch.first_pass;; ++pass) {
     if (opens && pass > 0) open_pass(params, pass);
     __syncwarp();
     if (!enter_pass(params, pass)) return;

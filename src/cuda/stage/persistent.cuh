@@ -47,7 +47,7 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     __threadfence_system();
     params.host_report->fault = fault;
   }
-  if (params.state->ready == 0 || params.first_pass >= *params.plan.num_passes) return;
+  if (params.state->ready == 0 || params.launch.first_pass >= *params.plan.num_passes) return;
   extern __shared__ uint8_t raw_shared[];
   auto& shared = *reinterpret_cast<SharedTile*>((reinterpret_cast<uintptr_t>(raw_shared) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) init_barriers(shared);

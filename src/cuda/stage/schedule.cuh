@@ -96,7 +96,7 @@ __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& 
 
 // One behind the last pass of this launch.
 __device__ __forceinline__ int32_t end_pass(const PersistentParams& params) {
-  return min_of(*params.plan.num_passes, params.end_pass);
+  return min_of(*params.plan.num_passes, params.launch.end_pass);
 }
 
 // Whole warp; true when pass `pass` is open to this rank's workers.
@@ -117,7 +117,7 @@ __device__ __forceinline__ void run_scheduler(const PersistentParams& params, Sh
   const int32_t num_passes = end_pass(params);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   RingPosition<kTaskSlots> slot;
-  int32_t pass = params.first_pass;
+  int32_t pass = params.launch.first_pass;
   int32_t ticket = 0;
   bool is_open = enter_pass(params, pass);
   for (;;) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void run_scheduler(const PersistentParams& params, Sh
       ticket = __shfl_sync(~0U, ticket, 0);
       if (ticket < params.table.pass_begin[pass + 1] - first_task) {
         const MatrixTask task = params.table.tasks[first_task + ticket];
-        if ((matrix_phase(task.kind) & params.phases) == 0) continue;
+        if ((matrix_phase(task.kind) & params.launch.phases) == 0) continue;
         if (wait_inputs(params, direction, pass, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
       } else if (pass + 1 < num_passes) {
         head.local_expert = TaskHead::kPassEnds;
