@@ -67,6 +67,7 @@ weft_config config_of(const LayerKey& key, int32_t ep_rank, int32_t ep_size) {
   config.ep_rank = ep_rank;
   config.clamp_limit = key.clamp_limit;
   config.save = key.save;
+  config.schedule = key.schedule;
   config.num_workers = key.num_workers;
   config.deadline_s = key.deadline_s;
   return config;

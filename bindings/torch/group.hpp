@@ -46,6 +46,7 @@ struct LayerKey {
   int32_t num_workers;
   double deadline_s;
   int32_t device = -1;  // as in Place
+  weft_schedule schedule = WEFT_SCHEDULE_AUTO;
 
   auto operator<=>(const LayerKey&) const = default;
 };

@@ -30,6 +30,15 @@ void refuse(int64_t group, std::string reason, double deadline_s) {
   for (size_t r = 0; r < found->size(); ++r) check(weft_refuse(found->rank(r).group(), reason.c_str(), deadline_s));
 }
 
+// The largest number of tokens that a rank of the group brings, this one `num_tokens`; of a group of processes.
+int64_t agree_on_max_tokens(int64_t group, int64_t num_tokens, double deadline_s) {
+  const std::shared_ptr<Group> found = find_group(group);
+  const auto locks = found->lock();
+  int64_t max_tokens = num_tokens;
+  check(weft_group_max_tokens(found->rank(0).group(), num_tokens, deadline_s, &max_tokens));
+  return max_tokens;
+}
+
 // Throws what a device has found wrong in calls that have run by now: one fault of one layer, once.
 void check_layers(int64_t group) {
   const std::shared_ptr<Group> found = find_group(group);
@@ -124,6 +133,7 @@ STABLE_TORCH_LIBRARY(weft, library) {
   library.def("group_member(int group, int rank) -> int");
   library.def("destroy_group(int group) -> ()");
   library.def("refuse(int group, str reason, float deadline_s) -> ()");
+  library.def("agree_on_max_tokens(int group, int num_tokens, float deadline_s) -> int");
   library.def("check_layers(int group) -> ()");
   library.def(
       "supports(bool cpu, int hidden, int intermediate, int num_experts, int top_k, int ep_size, int precision, "
@@ -144,6 +154,7 @@ STABLE_TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, library) {
   library.impl("group_member", TORCH_BOX(&weft_torch::member));
   library.impl("destroy_group", TORCH_BOX(&weft_torch::destroy));
   library.impl("refuse", TORCH_BOX(&weft_torch::refuse));
+  library.impl("agree_on_max_tokens", TORCH_BOX(&weft_torch::agree_on_max_tokens));
   library.impl("check_layers", TORCH_BOX(&weft_torch::check_layers));
   library.impl("supports", TORCH_BOX(&weft_torch::supports));
   library.impl("saved_bytes", TORCH_BOX(&weft_torch::saved_bytes));

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "debug.hpp"
 #include "errors.hpp"
 #include "group.hpp"
 #include "stream.hpp"
@@ -66,7 +67,7 @@ weft_dtype grad_dtype_code(ScalarType dtype) {
   }
 }
 
-LayerKey key_of(const Inputs& inputs, const Options& options) {
+LayerKey key_of(const Inputs& inputs, const Options& options, weft_schedule schedule) {
   require_dims(inputs.x[0], "x", "[T, H]", 2);
   require_dims(inputs.topk_idx[0], "topk_idx", "[T, K]", 2);
   require_dims(inputs.down[0], "down", "[e, H, I]", 3);
@@ -89,7 +90,8 @@ LayerKey key_of(const Inputs& inputs, const Options& options) {
           .save = static_cast<weft_save>(options.save),
           .num_workers = static_cast<int32_t>(options.num_workers),
           .deadline_s = options.deadline_s,
-          .device = inputs.x[0].is_cpu() ? -1 : inputs.x[0].device().index()};
+          .device = inputs.x[0].is_cpu() ? -1 : inputs.x[0].device().index(),
+          .schedule = schedule};
 }
 
 // Checks what one rank brings against the configuration.
@@ -135,10 +137,10 @@ class Call {
   template <class CheckOthers>
   Call(const Inputs& inputs, const Options& options, int64_t group_id, const CheckOthers& check_others)
       : group_(find_group(group_id)), locks_(group_->lock()), x_(inputs.x), deadline_s_(options.deadline_s) {
-    LayerKey key{};
     or_refuse([&] {
       require_entries({&inputs.x, &inputs.topk_idx, &inputs.topk_weights, &inputs.gate_up, &inputs.down});
-      key = key_of(inputs, options);
+      key_ = key_of(inputs, options, debug_.schedule);
+      const LayerKey& key = key_;
       const Device device = x_[0].device();
       if (!device.is_cpu()) on_device_.emplace(device.index());
       stream_ = current_stream(device);
@@ -153,8 +155,10 @@ class Call {
       }
       check_others(*this);
     });
-    layers_ = group_->layers(key);
   }
+
+  // Finds the layers or, collectively, makes them; before all that follows.
+  void find_layers() { layers_ = group_->layers(key_); }
 
   size_t size() const { return group_->size(); }
   Rank& rank(size_t r) const { return group_->rank(r); }
@@ -177,6 +181,7 @@ class Call {
     args.workspace_bytes = is_lean ? sizes(r).forward_workspace_bytes : sizes(r).workspace_bytes;
     args.workspace = rank(r).workspace(place_, x_[r], args.workspace_bytes);
     args.stream = stream_;
+    args.debug = debug_.asks_for_anything() ? &debug_.options : nullptr;
   }
 
   template <class Prepare>
@@ -201,10 +206,12 @@ class Call {
   }
 
  private:
+  const Debug debug_ = debug_of_call();
   std::shared_ptr<Group> group_;
   std::vector<std::unique_lock<std::mutex>> locks_;
   const Tensors& x_;
   double deadline_s_;
+  LayerKey key_{};
   void* stream_ = nullptr;
   Place place_{};
   std::optional<torch::stable::accelerator::DeviceGuard> on_device_;  // the tensors' device is the current one
@@ -212,25 +219,40 @@ class Call {
   std::vector<weft_inputs> c_inputs_;
 };
 
+// The main_grad tensors are for the autograd formula, which hands them to backward: a forward only checks them.
+void require_main_grad(const Call& call, const Inputs& inputs, const Tensors& of_gate_up, const Tensors& of_down) {
+  if (!of_gate_up.empty()) call.require_entries({&of_gate_up, &of_down});
+  for (size_t r = 0; r < of_gate_up.size(); ++r) {
+    const Tensor& x = inputs.x[r];
+    const ScalarType dtype = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    require_tensor(of_gate_up[r], "main_grad[0]", "[e, 2I, H]", sizes_of(inputs.gate_up[r]), dtype, x.device());
+    require_tensor(of_down[r], "main_grad[1]", "[e, H, I]", sizes_of(inputs.down[r]), dtype, x.device());
+  }
+}
+
+// The checks of a forward alone, for a rank whose group has yet to agree on max_tokens: what is wrong here is told
+// before any rank is met.
+void check_inputs(Tensors x, Tensors topk_idx, Tensors topk_weights, Tensors gate_up, Tensors down,
+                  Tensors main_grad_gate_up, Tensors main_grad_down, int64_t group, int64_t num_experts,
+                  int64_t precision, int64_t save, double clamp_limit, int64_t num_workers, double deadline_s) {
+  const Inputs inputs{x, topk_idx, topk_weights, gate_up, down};
+  const int64_t num_tokens = x.empty() || x[0].dim() == 0 ? 0 : x[0].size(0);
+  Call(inputs, {num_experts, precision, save, num_tokens, clamp_limit, num_workers, deadline_s}, group,
+       [&](const Call& self) { require_main_grad(self, inputs, main_grad_gate_up, main_grad_down); });
+}
+
 // y; `saved` and, in host memory, the generation of the workspace of each rank: no entries with save = inputs, where
-// all outputs are then the same from call to call. The main_grad tensors are only checked and grad_dtype is not used:
-// they are for the autograd formula, which hands them to backward.
+// all outputs are then the same from call to call. grad_dtype is not used: it is for the autograd formula, which hands
+// it to backward.
 std::tuple<Tensors, Tensors, Tensor> forward(Tensors x, Tensors topk_idx, Tensors topk_weights, Tensors gate_up,
                                              Tensors down, Tensors main_grad_gate_up, Tensors main_grad_down,
                                              int64_t group, int64_t num_experts, int64_t precision, int64_t save,
                                              int64_t max_tokens, double clamp_limit, int64_t num_workers,
                                              double deadline_s, ScalarType) {
   const Inputs inputs{x, topk_idx, topk_weights, gate_up, down};
-  const auto check_main_grad = [&](const Call& call) {
-    if (!main_grad_gate_up.empty()) call.require_entries({&main_grad_gate_up, &main_grad_down});
-    for (size_t r = 0; r < main_grad_gate_up.size(); ++r) {
-      const ScalarType dtype = x[r].scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-      require_tensor(main_grad_gate_up[r], "main_grad[0]", "[e, 2I, H]", sizes_of(gate_up[r]), dtype, x[r].device());
-      require_tensor(main_grad_down[r], "main_grad[1]", "[e, H, I]", sizes_of(down[r]), dtype, x[r].device());
-    }
-  };
-  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group,
-                  check_main_grad);
+  Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group,
+            [&](const Call& self) { require_main_grad(self, inputs, main_grad_gate_up, main_grad_down); });
+  call.find_layers();
 
   Tensors y, saved;
   std::vector<weft_forward_args> args(call.size());
@@ -266,8 +288,9 @@ void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Ten
               bool accumulate, int64_t group, int64_t num_experts, int64_t precision, int64_t save, int64_t max_tokens,
               double clamp_limit, int64_t num_workers, double deadline_s) {
   const Inputs inputs{x, topk_idx, topk_weights, gate_up, down};
-  const Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group,
-                  [&](const Call& self) { self.require_entries({&dy}); });
+  Call call(inputs, {num_experts, precision, save, max_tokens, clamp_limit, num_workers, deadline_s}, group,
+            [&](const Call& self) { self.require_entries({&dy}); });
+  call.find_layers();
 
   std::vector<weft_backward_args> args(call.size());
   call.or_refuse([&] {
@@ -318,6 +341,10 @@ void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Ten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(weft, library) {
   library.def(
+      "check_inputs(Tensor[] x, Tensor[] topk_idx, Tensor[] topk_weights, Tensor[] gate_up, Tensor[] down, "
+      "Tensor[] main_grad_gate_up, Tensor[] main_grad_down, int group, int num_experts, int precision, int save, "
+      "float clamp_limit, int num_workers, float deadline_s) -> ()");
+  library.def(
       "forward(Tensor[] x, Tensor[] topk_idx, Tensor[] topk_weights, Tensor[] gate_up, Tensor[] down, "
       "Tensor[] main_grad_gate_up, Tensor[] main_grad_down, int group, int num_experts, int precision, int save, "
       "int max_tokens, float clamp_limit, int num_workers, float deadline_s, ScalarType grad_dtype) "
@@ -330,11 +357,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(weft, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(weft, CPU, library) {
+  library.impl("check_inputs", TORCH_BOX(&weft_torch::check_inputs));
   library.impl("forward", TORCH_BOX(&weft_torch::forward));
   library.impl("backward", TORCH_BOX(&weft_torch::backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(weft, CUDA, library) {
+  library.impl("check_inputs", TORCH_BOX(&weft_torch::check_inputs));
   library.impl("forward", TORCH_BOX(&weft_torch::forward));
   library.impl("backward", TORCH_BOX(&weft_torch::backward));
 }

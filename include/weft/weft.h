@@ -24,6 +24,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "weft/debug.h"
+
 #if defined(_WIN32)
 #define WEFT_API
 #else
@@ -74,7 +76,8 @@ typedef enum weft_schedule {
   WEFT_SCHEDULE_PHASED = 2      /* the same task bodies, stage by stage: the debug path, bitwise equal */
 } weft_schedule;
 
-/* Where a backward took its rows from (weft_backward_args.source). */
+/* Where a backward took its rows from (weft_backward_args.source). What a forward leaves is one pass: a call of several
+ * is WEFT_SOURCE_RECOMPUTED, which a GPU, whose host does not know the passes, tells only where nothing was saved. */
 typedef enum weft_backward_source {
   WEFT_SOURCE_SAVED = 0,     /* z from `saved`, x pulled again */
   WEFT_SOURCE_WORKSPACE = 1, /* x rows and z still lay in the workspace: nothing pulled or recomputed */
@@ -137,8 +140,9 @@ typedef struct weft_forward_args {
   void* saved;     /* out, saved_bytes: z of the routed rows; NULL with WEFT_SAVE_INPUTS */
   void* workspace; /* at least forward_workspace_bytes, 256-byte aligned; contents need not be initialised */
   int64_t workspace_bytes;
-  uint64_t generation; /* out: tag of what the workspace now holds; hand it to the backward */
-  void* stream;        /* GPU: cudaStream_t; CPU: NULL */
+  uint64_t generation;     /* out: tag of what the workspace now holds; hand it to the backward */
+  void* stream;            /* GPU: cudaStream_t; CPU: NULL */
+  const weft_debug* debug; /* GPU: what tools ask of this call, or NULL */
 } weft_forward_args;
 
 /* A gradient that is not wanted skips the work that only it needs. dx and dtopk_weights take all ranks to compute, so
@@ -164,6 +168,7 @@ typedef struct weft_backward_args {
   int64_t workspace_bytes;
   weft_backward_source source; /* out: which of the three ways this backward went */
   void* stream;
+  const weft_debug* debug; /* as in a forward */
 } weft_backward_args;
 
 /* Sets every byte to zero and struct_size: weft_config c; WEFT_INIT(c); */
@@ -215,6 +220,11 @@ WEFT_API weft_status weft_backward(weft_layer* layer, weft_backward_args* args);
  * functions above do it by themselves when they return an error of their own arguments. Does not wait for the peers,
  * unless they have yet to read this rank's refusal before: then at most deadline_s seconds (0: 300). */
 WEFT_API weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s);
+
+/* Collective: the largest of the numbers of tokens that the ranks bring, where they have yet to agree on max_tokens. A
+ * rank that finds its input wrong before answers with weft_refuse. */
+WEFT_API weft_status weft_group_max_tokens(weft_group* group, int64_t num_tokens, double deadline_s,
+                                           int64_t* max_tokens);
 
 /* Several ranks of one process together, for virtual ranks: each on a thread of its own, and on a GPU in a stream of
  * its own, which is ordered in args->stream as the call is. Arrays of length n. Returns the status and words of the

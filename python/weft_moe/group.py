@@ -41,7 +41,7 @@ class Group:
         device: torch.device,
         max_tokens: int | None,
         deadline_s: float = 0.0,
-        process_group: dist.ProcessGroup | None = None,
+        has_processes: bool = False,
     ) -> None:
         self.id = id
         self.ep_size = ep_size
@@ -49,14 +49,16 @@ class Group:
         self.device = device
         self.max_tokens = max_tokens
         self.deadline_s = deadline_s
-        self._process_group = process_group
+        self._has_processes = has_processes
         self._members: list[Group] = []
         _groups[id] = self
         weakref.finalize(self, torch.ops.weft.destroy_group, id)
 
     def __getitem__(self, rank: int) -> Group:
         """Rank `rank`'s own handle of a virtual group, for code that runs one rank a thread. Give
-        the group `max_tokens` then: ranks in separate calls cannot agree on it."""
+        the group `max_tokens` then: ranks in separate calls cannot agree on it. On a GPU, run
+        backward under `torch.autograd.set_multithreading_enabled(False)`: autograd has one thread
+        a device, which would wait in one rank's backward for the others."""
         if not self._members:
             raise TypeError("weft: only a virtual group of several ranks has a handle for each")
         return self._members[rank]
@@ -87,22 +89,28 @@ class Group:
             f"max_tokens={self.max_tokens})"
         )
 
-    def tokens_for(self, x: Sequence[Tensor]) -> int:
-        """max_tokens of a call with these x. Collective at the first call of a group of processes
-        that was made without it."""
+    @property
+    def agrees_on_tokens(self) -> bool:
+        """Whether the ranks have yet to agree on max_tokens: until the first call of a group of
+        processes that was made without it."""
+        return self.max_tokens is None and self._has_processes
+
+    def tokens_for(self, x: Sequence[Tensor], deadline_s: float) -> int:
+        """max_tokens of a call with these x, which have been checked. Collective where the ranks
+        have yet to agree on it."""
         if self.max_tokens is not None:
             return self.max_tokens
-        largest = _round_up(max(t.shape[0] if t.dim() else 0 for t in x))
-        if self._process_group is None:
-            return largest
+        largest = max(t.shape[0] if t.dim() else 0 for t in x)
+        if not self._has_processes:
+            return _round_up(largest)
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "weft: torch.compile must know the most tokens a rank brings: pass "
                 "ep_group(..., max_tokens=), or make one call before compiling"
             )
-        agreed = torch.tensor(largest, device=self.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._process_group)
-        self.max_tokens = int(agreed)
+        self.max_tokens = _round_up(
+            torch.ops.weft.agree_on_max_tokens(self.id, largest, deadline_s)
+        )
         return self.max_tokens
 
 
@@ -155,7 +163,7 @@ def ep_group(
             f"{', '.join(sorted(hosts))}: choose an expert-parallel mesh dimension inside one"
         )
     id = torch.ops.weft.create_shared_group(offers[0][0], ep_rank, ep_size, deadline_s)
-    return Group(id, ep_size, (ep_rank,), device, max_tokens, deadline_s, process_group)
+    return Group(id, ep_size, (ep_rank,), device, max_tokens, deadline_s, has_processes=True)
 
 
 def virtual_ep_group(

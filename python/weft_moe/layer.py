@@ -144,9 +144,7 @@ class MoE(nn.Module):
         except Exception as error:
             deadline_s = self.options["deadline_s"]
             deadline_s = self.group.deadline_s if deadline_s is None else deadline_s
-            tokens = x if isinstance(x, list | tuple) else [x]
-            tokens = [t.flatten(0, -2) for t in tokens if isinstance(t, Tensor) and t.dim() > 1]
-            refuse(self.group, error, deadline_s, tokens)
+            refuse(self.group, error, deadline_s)
             raise
         tokens = [t.reshape(-1, self.hidden) for t in xs]
         routes = [self.route(t) for t in tokens]

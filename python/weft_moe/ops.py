@@ -108,18 +108,30 @@ def moe(
         differentiable = (*x, *topk_weights, *gate_up, *down)
         _refuse_tangents(differentiable)
     except Exception as error:
-        refuse(group, error, deadline_s, x)
+        refuse(group, error, deadline_s)
         raise
     training = torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)
     if not training:
         save_code = library.SAVES["inputs"]
     inputs = (x, topk_idx, topk_weights, gate_up, down, main_grad_gate_up, main_grad_down)
+    if group.agrees_on_tokens and not torch.compiler.is_compiling():
+        # What is wrong here is said before any rank is met, and enters no max_tokens.
+        torch.ops.weft.check_inputs(
+            *inputs,
+            group.id,
+            num_experts,
+            precision_code,
+            save_code,
+            clamp_limit or 0.0,
+            num_sms,
+            deadline_s,
+        )
     config = (
         group.id,
         num_experts,
         precision_code,
         save_code,
-        group.tokens_for(x),
+        group.tokens_for(x, deadline_s),
         clamp_limit or 0.0,
         num_sms,
         deadline_s,
@@ -149,15 +161,11 @@ def check(group: Group | None = None) -> None:
         torch.ops.weft.check_layers(each.id)
 
 
-def refuse(group: Group, error: Exception, deadline_s: float, x: object = None) -> None:
-    """Tells the other ranks of a group, which wait for this one, why it does not make a call. x is
-    what was to be the tokens of this rank."""
+def refuse(group: Group, error: Exception, deadline_s: float) -> None:
+    """Tells the other ranks of a group, which wait for this one, why it does not make a call."""
     if torch.compiler.is_compiling():
         return
-    tokens = x if isinstance(x, list | tuple) else [x]
-    tokens = [t for t in tokens if isinstance(t, Tensor)] or [torch.empty(0)]
     with contextlib.suppress(RuntimeError):  # they are gone: `error` is still the thing to say
-        group.tokens_for(tokens)  # in a first call the others may be meeting to agree on the most
         torch.ops.weft.refuse(group.id, str(error), deadline_s)
 
 

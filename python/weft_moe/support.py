@@ -23,7 +23,7 @@ def supports(
     Args:
         hidden, intermediate: H and I.
         precision: "fp64", "fp32" (CPU only), "bf16", "fp8", "fp8_bwd" or "mxfp8".
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda", or one of several GPUs, such as "cuda:1".
         num_experts: E over all ranks. Default: one a rank.
         top_k: K.
         ep_size: ranks that share the experts.
@@ -32,17 +32,30 @@ def supports(
     Raises:
         ValueError: the precision or device has no such name.
     """
-    kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"weft: device = {kind!r}: choose one of 'cpu', 'cuda'")
-    return torch.ops.weft.supports(
-        kind == "cpu",
-        hidden,
-        intermediate,
-        ep_size if num_experts is None else num_experts,
-        top_k,
-        ep_size,
-        library.code("precision", precision, library.PRECISIONS),
-        128,
-        training,
-    )
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"weft: device = {device.type!r}: choose one of 'cpu', 'cuda'")
+    precision_code = library.code("precision", precision, library.PRECISIONS)
+
+    def of_current_device() -> str:
+        return torch.ops.weft.supports(
+            device.type == "cpu",
+            hidden,
+            intermediate,
+            ep_size if num_experts is None else num_experts,
+            top_k,
+            ep_size,
+            precision_code,
+            128,
+            training,
+        )
+
+    if device.type == "cpu" or device.index is None:
+        return of_current_device()
+    if device.index >= torch.cuda.device_count():
+        return (
+            f"device = {str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices, counted "
+            "from 0; choose one of those, or 'cpu'"
+        )
+    with torch.cuda.device(device):
+        return of_current_device()

@@ -46,8 +46,13 @@ std::unique_ptr<BackendLayer> make_cpu(const weft_config&) { return nullptr; }
 #if WEFT_HAS_CUDA
 
 CudaOptions cuda_options(const weft_config& config) {
-  return {&recipe_of(config.precision),          shape_of(config), config.clamp_limit, config.save, config.num_workers,
-          deadline_or_default(config.deadline_s)};
+  return {&recipe_of(config.precision),
+          shape_of(config),
+          config.clamp_limit,
+          config.save,
+          config.num_workers,
+          deadline_or_default(config.deadline_s),
+          config.schedule == WEFT_SCHEDULE_PHASED};
 }
 void check_cuda(const weft_config& config) {
   const std::string reason = cuda_unsupported(cuda_options(config));
@@ -74,12 +79,6 @@ std::function<void()> cuda_device_setter() {
 
 void check_backend(const weft_config& config) {
   return config.backend == WEFT_BACKEND_CPU ? check_cpu(config) : check_cuda(config);
-}
-
-void check_backend_backward(const weft_config& config) {
-  require(config.backend == WEFT_BACKEND_CPU || config.ep_size == 1, WEFT_UNSUPPORTED,
-          "the backward of the CUDA backend runs one rank today (ep_size 1, got ", config.ep_size,
-          "); train with device \"cpu\", or run the forward alone (torch.no_grad())");
 }
 
 std::unique_ptr<BackendLayer> make_backend_layer(const weft_config& config) {

@@ -16,9 +16,6 @@ inline double deadline_or_default(double deadline_s) { return deadline_s > 0 ? d
 // Throws Error(WEFT_UNSUPPORTED) unless this build on this machine can run a valid configuration.
 void check_backend(const weft_config& config);
 
-// The same for its backward.
-void check_backend_backward(const weft_config& config);
-
 std::unique_ptr<BackendLayer> make_backend_layer(const weft_config& config);
 
 // Memory of a group on the current device, for layers of MemoryKind::kDevice.

@@ -140,7 +140,6 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
   group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
-    check_backend_backward(layer->config);
     validate_backward(layer->config, args, inputs, layer->backend->workspace_bytes());
     layer->backend->check_reported();
     layer->backend->check_backward(args);
@@ -150,7 +149,10 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
   const uint32_t wants = (args.want_dx != 0 ? 1U : 0U) | (args.want_dtopk_weights != 0 ? 2U : 0U);
   const uint32_t epoch = group.meet({CallKind::kBackward, (layer->fingerprint << 2) | wants},
                                     deadline_or_default(layer->config.deadline_s));
-  group.advance(layer->backend->backward(memory, epoch, args) - 1);
+  int32_t num_passes = 1;
+  launch_together(layer, memory, CallKind::kBackwardLaunched, args.stream,
+                  [&] { num_passes = layer->backend->backward(memory, epoch, args); });
+  group.advance(num_passes - 1);
   caller_args->source = args.source;
 }
 
@@ -218,12 +220,7 @@ weft_status weft_supports(const weft_config* config) {
 }
 
 weft_status weft_supports_training(const weft_config* config) {
-  return guarded([&] {
-    const weft_config copy = read_struct(config, "config");
-    validate_config(copy);
-    check_backend(copy);
-    check_backend_backward(copy);
-  });
+  return weft_supports(config);  // every backend has both
 }
 
 weft_status weft_query_sizes(const weft_config* caller_config, weft_sizes* sizes) {
@@ -304,6 +301,14 @@ weft_status weft_refuse(weft_group* group, const char* reason, double deadline_s
   return guarded([&] {
     require(group != nullptr && reason != nullptr, WEFT_INVALID_ARGUMENT, "group or reason is NULL");
     group->refuse(reason, deadline_or_default(deadline_s));
+  });
+}
+
+weft_status weft_group_max_tokens(weft_group* group, int64_t num_tokens, double deadline_s, int64_t* max_tokens) {
+  return guarded([&] {
+    require(group != nullptr && max_tokens != nullptr, WEFT_INVALID_ARGUMENT, "group or max_tokens is NULL");
+    validate_deadline(deadline_s);
+    *max_tokens = group->agree_on_max_tokens(num_tokens, deadline_or_default(deadline_s));
   });
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/status.hpp"
+#include "numeric/recipe.hpp"
 #include "protocol/stall.hpp"
 
 namespace weft {
@@ -21,7 +22,10 @@ WaitTask wait_task(CallKind kind) {
     case CallKind::kForwardLaunched:
       return WaitTask::kForward;
     case CallKind::kBackward:
+    case CallKind::kBackwardLaunched:
       return WaitTask::kBackward;
+    case CallKind::kMaxTokens:
+      return WaitTask::kMaxTokens;
     case CallKind::kNextPass:
       return WaitTask::kEnterPass;
     case CallKind::kRefuse:
@@ -35,19 +39,35 @@ const char* call_name(CallKind kind) { return task_name(wait_task(kind)); }
 // The fields that all ranks must bring alike, by name, so that a disagreement can be told in words.
 struct Field {
   const char* name;
-  double (*value)(const weft_config&);
+  double (*value)(const weft_config&);      // what is compared
+  std::string (*text)(const weft_config&);  // what is told
 };
+template <auto kMember>
+double value_of(const weft_config& config) {
+  return static_cast<double>(config.*kMember);
+}
+template <auto kMember>
+std::string text_of(const weft_config& config) {
+  return words(config.*kMember);
+}
+template <auto kMember>
+constexpr Field field(const char* name, std::string (*text)(const weft_config&) = text_of<kMember>) {
+  return {name, value_of<kMember>, text};
+}
 constexpr Field kAgreedFields[] = {
-    {"backend", [](const weft_config& c) { return static_cast<double>(c.backend); }},
-    {"precision", [](const weft_config& c) { return static_cast<double>(c.precision); }},
-    {"hidden", [](const weft_config& c) { return static_cast<double>(c.hidden); }},
-    {"intermediate", [](const weft_config& c) { return static_cast<double>(c.intermediate); }},
-    {"num_experts", [](const weft_config& c) { return static_cast<double>(c.num_experts); }},
-    {"top_k", [](const weft_config& c) { return static_cast<double>(c.top_k); }},
-    {"max_tokens", [](const weft_config& c) { return static_cast<double>(c.max_tokens); }},
-    {"clamp_limit", [](const weft_config& c) { return c.clamp_limit; }},
-    {"save", [](const weft_config& c) { return static_cast<double>(c.save); }},
-    {"capacity_rows", [](const weft_config& c) { return static_cast<double>(c.capacity_rows); }},
+    field<&weft_config::backend>(
+        "backend", [](const weft_config& c) { return std::string(c.backend == WEFT_BACKEND_CPU ? "cpu" : "cuda"); }),
+    field<&weft_config::precision>("precision",
+                                   [](const weft_config& c) { return std::string(recipe_of(c.precision).name); }),
+    field<&weft_config::hidden>("hidden"),
+    field<&weft_config::intermediate>("intermediate"),
+    field<&weft_config::num_experts>("num_experts"),
+    field<&weft_config::top_k>("top_k"),
+    field<&weft_config::max_tokens>("max_tokens"),
+    field<&weft_config::clamp_limit>("clamp_limit"),
+    field<&weft_config::save>(
+        "save", [](const weft_config& c) { return std::string(c.save == WEFT_SAVE_INPUTS ? "inputs" : "gate_up"); }),
+    field<&weft_config::capacity_rows>("capacity_rows"),
 };
 
 // FNV-1a over the same fields: tells layers apart at the entry of a call.
@@ -135,11 +155,22 @@ uint32_t RankGroup::agree_on(const weft_config& config, double deadline_s) {
     const weft_config& other = controls[peer]->proposal[epoch % kNumBanks];
     for (const Field& field : kAgreedFields) {
       require(field.value(first) == field.value(other), WEFT_INVALID_ARGUMENT, "ranks disagree on ", field.name,
-              ": rank 0 has ", field.value(first), ", rank ", peer, " has ", field.value(other),
+              ": rank 0 has ", field.text(first), ", rank ", peer, " has ", field.text(other),
               "; all ranks must bring the same configuration");
     }
   }
   return fingerprint_of(config);
+}
+
+int64_t RankGroup::agree_on_max_tokens(int64_t num_tokens, double deadline_s) {
+  finish_refusal(deadline_s);
+  ControlBlock* const* controls = memory_->controls();
+  controls[rank()]->proposed_tokens[(epoch_ + 1) % kNumBanks] = num_tokens;
+  const uint32_t epoch = meet({CallKind::kMaxTokens, 0}, deadline_s);
+  for (int32_t peer = 0; peer < num_ranks(); ++peer) {
+    num_tokens = max_of(num_tokens, controls[peer]->proposed_tokens[epoch % kNumBanks]);
+  }
+  return num_tokens;
 }
 
 RankMemory RankGroup::rank_memory(MemoryKind kind) const {

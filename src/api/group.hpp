@@ -58,6 +58,9 @@ class RankGroup {
   // Returns a fingerprint of what they agreed on.
   uint32_t agree_on(const weft_config& config, double deadline_s);
 
+  // Meets to find the largest of the numbers of tokens that the ranks bring.
+  int64_t agree_on_max_tokens(int64_t num_tokens, double deadline_s);
+
   // Before reserve: finds the device whose memory layers of this kind use, or throws if this rank cannot have it.
   void prepare_memory(MemoryKind kind);
 

@@ -74,6 +74,26 @@ void validate_inputs(const weft_config& config, const weft_inputs& inputs) {
                    inputs.up != nullptr ? "set" : "NULL");
 }
 
+void validate_debug(const weft_config& config, const weft_debug* caller_debug) {
+  if (caller_debug == nullptr) return;
+  constexpr uint32_t kMostDelayNs = 1000000;  // that a GPU sleeps at once
+  const weft_debug debug = read_struct(caller_debug, "args.debug");
+  require(config.backend == WEFT_BACKEND_CUDA, WEFT_UNSUPPORTED,
+          "phases to skip, a trace or delays are asked for (args.debug), which the CUDA backend alone has; pass NULL");
+  require_argument((debug.skipped_phases & ~uint32_t{WEFT_PHASE_ALL}) == 0, "skipped_phases is ", debug.skipped_phases,
+                   "; allowed: a sum of WEFT_PHASE_*, or 0 for none");
+  require(debug.skipped_phases == 0 || config.ep_size == 1, WEFT_UNSUPPORTED, "skipped_phases is ",
+          debug.skipped_phases, " with ", config.ep_size,
+          " ranks, of which the others would wait for what is skipped; allowed on one rank");
+  require_argument(debug.max_delay_ns <= kMostDelayNs, "max_delay_ns is ", debug.max_delay_ns,
+                   "; allowed: 0 for none, to ", kMostDelayNs);
+  constexpr auto kLeastBytes = static_cast<int64_t>(2 * sizeof(weft_trace_record));
+  require_argument(debug.trace == nullptr || debug.trace_bytes >= kLeastBytes, "trace_bytes is ", debug.trace_bytes,
+                   "; the count and one record take ", kLeastBytes);
+  require_argument(reinterpret_cast<uintptr_t>(debug.trace) % alignof(weft_trace_record) == 0,
+                   "trace must be aligned to ", alignof(weft_trace_record), " bytes");
+}
+
 void validate_workspace(const void* workspace, int64_t bytes, int64_t needed) {
   require_pointer(workspace, "workspace", "workspace_bytes of weft_query_sizes");
   require_argument(reinterpret_cast<uintptr_t>(workspace) % kArrayAlignment == 0, "workspace must be aligned to ",
@@ -161,6 +181,7 @@ LayerShape shape_of(const weft_config& config) {
 void validate_forward(const weft_config& config, const weft_forward_args& args, const weft_inputs& inputs,
                       int64_t workspace_bytes) {
   validate_inputs(config, inputs);
+  validate_debug(config, args.debug);
   validate_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
   if (inputs.num_tokens > 0) require_pointer(args.y, "y", "[T, H]");
   if (config.save == WEFT_SAVE_GATE_UP) {
@@ -173,6 +194,7 @@ void validate_forward(const weft_config& config, const weft_forward_args& args, 
 void validate_backward(const weft_config& config, const weft_backward_args& args, const weft_inputs& inputs,
                        int64_t workspace_bytes) {
   validate_inputs(config, inputs);
+  validate_debug(config, args.debug);
   validate_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
   if (inputs.num_tokens > 0) {
     require_pointer(args.dy, "dy", "[T, H]");

@@ -39,6 +39,7 @@ struct ControlBlock {
   uint32_t abort;                             // 0, or who gave up waiting for whom: the group is finished
   char refusal[kNumBanks][kMaxRefusalBytes];  // this rank's words when its call is a refusal
   weft_config proposal[kNumBanks];            // this rank's configuration when its call creates a layer
+  int64_t proposed_tokens[kNumBanks];         // this rank's tokens when its call agrees on max_tokens
 
   // Of a group whose layers run on devices.
   DeviceOffer offer;             // this rank's

@@ -15,6 +15,7 @@ enum class FlagKind : int32_t {
   kPullsDone,    // ControlBlock::pulls_done: a peer has read this rank's staging
   kArrived,      // SymmetricFlags::arrived: a partial row of an own token has come home
   kRowsReady,    // rows of a block that have been pulled
+  kZReady,       // tiles of a block: z, where a backward makes it again
   kMidReady,     // tiles of a block: a' in forward, dz in backward
   kOutReady,     // tiles of a block: o in forward, dx rows in backward
   kPulled,       // pull tasks finished
@@ -29,6 +30,7 @@ struct PassFlags {
   uint32_t* pulled;         // [1]
   uint32_t* workers_done;   // [1]
   uint32_t* rows_ready;     // [capacity_blocks]
+  uint32_t* z_ready;        // [capacity_blocks]
   uint32_t* mid_ready;      // [capacity_blocks]
   uint32_t* out_ready;      // [kMaxParts, capacity_blocks]
 };
@@ -46,7 +48,7 @@ struct LocalFlags {
 WEFT_HD inline LocalFlags carve_local_flags(Carver& carver, const LayerShape& shape) {
   constexpr int64_t kCounters = 4;
   LocalFlags flags{};
-  flags.words_per_bank = kCounters + (2 + kMaxParts) * int64_t{shape.capacity_blocks};
+  flags.words_per_bank = kCounters + (3 + kMaxParts) * int64_t{shape.capacity_blocks};
   flags.words = carver.take<uint32_t>(kNumBanks * flags.words_per_bank + 1);
   if (flags.words == nullptr) return flags;  // measuring
   for (int32_t bank = 0; bank < kNumBanks; ++bank) {
@@ -58,7 +60,8 @@ WEFT_HD inline LocalFlags carve_local_flags(Carver& carver, const LayerShape& sh
                          word + 3,
                          blocks,
                          blocks + shape.capacity_blocks,
-                         blocks + 2 * int64_t{shape.capacity_blocks}};
+                         blocks + 2 * int64_t{shape.capacity_blocks},
+                         blocks + 3 * int64_t{shape.capacity_blocks}};
   }
   flags.pass_open = flags.words + kNumBanks * flags.words_per_bank;
   return flags;

@@ -15,6 +15,7 @@ enum class WaitTask : int32_t {
   kGroupCreate,
   kLayerCreate,
   kGrowMemory,
+  kMaxTokens,
   kForward,
   kBackward,
   kRefuse,

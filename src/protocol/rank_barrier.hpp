@@ -18,6 +18,8 @@ enum class CallKind : uint32_t {
   kNextPass,
   kRefuse,
   kForwardLaunched,  // ranks that share a process have launched their kernels
+  kBackwardLaunched,
+  kMaxTokens,
 };
 
 // What a rank has come to do: the kind, and a fingerprint of everything the ranks must agree on.

@@ -12,6 +12,8 @@ const char* task_name(WaitTask task) {
       return "layer_create";
     case WaitTask::kGrowMemory:
       return "layer_create (growing symmetric memory)";
+    case WaitTask::kMaxTokens:
+      return "agreement on max_tokens";
     case WaitTask::kForward:
       return "forward";
     case WaitTask::kBackward:
@@ -60,6 +62,8 @@ const char* flag_name(FlagKind kind) {
       return "arrived";
     case FlagKind::kRowsReady:
       return "rows_ready";
+    case FlagKind::kZReady:
+      return "z_ready";
     case FlagKind::kMidReady:
       return "mid_ready";
     case FlagKind::kOutReady:

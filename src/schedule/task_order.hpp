@@ -13,6 +13,7 @@
 //              ... | down(last)' | down(0)" | ... | down(last)"
 //   backward   down_dgrad(0) | down_dgrad(1) down_wgrad(0) | down_dgrad(2) down_wgrad(1) gate_up_dgrad(0)
 //              gate_up_wgrad(0) | ... | gate_up_wgrad(last third)
+//              where z is made again, gate_up(0) | gate_up(1) down_dgrad(0) | ... and so on, all one group later
 //
 // Communication tasks, claimed by a second ticket counter: pulls in the order of pool rows, the note that the pulls are
 // done, combines in the order in which entries complete, sums of this rank's own tokens, and last the wait until every
@@ -28,7 +29,7 @@ namespace weft {
 enum class Direction : int32_t { kForward, kBackward };
 
 enum class TaskKind : int16_t {
-  kGateUp,       // F1: z = x W_gate_up^T, then SwiGLU
+  kGateUp,       // F1: z = x W_gate_up^T, then SwiGLU; in a backward that makes z again, z alone
   kDown,         // F2: o = a' W_down^T
   kDownDgrad,    // B1: u' = dy W_down, then the SwiGLU derivative and the router-gradient partials
   kGateUpDgrad,  // B2: dx = dz W_gate_up
@@ -137,15 +138,22 @@ WEFT_HD constexpr int32_t part_begin(int32_t count, int32_t part, int32_t num_pa
   return ceil_div(count * part, num_parts);
 }
 
-// Which results the call has to bring. Ranks agree on `combine`; the weight gradients are each rank's own affair.
+// When a backward makes z again by gate_up tasks of its own: what a forward has saved are the rows of one pass, and how
+// many passes a routing takes is known only where the plan is.
+enum class Recompute : int32_t { kNever, kInSeveralPasses, kAlways };
+WEFT_HD constexpr bool recomputes(Recompute when, int32_t num_passes) {
+  return when == Recompute::kAlways || (when == Recompute::kInSeveralPasses && num_passes > 1);
+}
+
+// Which results the call has to bring. Ranks agree on `combine`; all else is each rank's own affair.
 struct Work {
-  bool combine;  // forward: y, without which there is no down; backward: dx and the router gradients
+  bool combine;  // forward: y; backward: dx and the router gradients
   bool dgrad;    // backward: dx
   bool down_wgrad;
   bool gate_up_wgrad;
+  Recompute recompute = Recompute::kNever;  // backward: z
 };
 inline constexpr Work kForwardWork{true, false, false, false};
-inline constexpr Work kRecomputeWork{false, false, false, false};  // of the forward, z alone
 
 WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_own_tokens, bool combine,
                                     int32_t pull_rows, int32_t num_parts) {
@@ -178,6 +186,23 @@ WEFT_HD void for_each_pulled_row(const Plan& plan, int32_t row, Each each) {
 WEFT_HD inline int32_t valid_rows_of_block(const Plan& plan, int32_t local_expert, int32_t block) {
   const int32_t rows_before = (block - plan.expert_block_begin[local_expert]) * kBlockRows;
   return min_of(kBlockRows, plan.expert_rows[local_expert] - rows_before);
+}
+
+// An expert's valid rows in one pass, and whether it has more in an earlier or a later one.
+struct ExpertRows {
+  int32_t begin;  // virtual pool row
+  int32_t count;
+  bool resumes;
+  bool continues;
+};
+WEFT_HD inline ExpertRows expert_rows_in_pass(const Plan& plan, int32_t local_expert, int32_t pass) {
+  const int32_t window_begin = pass * plan.shape.capacity_blocks;
+  const int32_t first_block = plan.expert_block_begin[local_expert];
+  const int32_t block = max_of(first_block, window_begin);
+  const int32_t rows_left = plan.expert_rows[local_expert] - (block - first_block) * kBlockRows;
+  const int32_t rows_of_window = (window_begin + plan.shape.capacity_blocks - block) * kBlockRows;
+  return {block * kBlockRows, max_of(0, min_of(rows_left, rows_of_window)), block > first_block,
+          rows_left > rows_of_window};
 }
 
 class TaskOrder {
@@ -224,13 +249,13 @@ class TaskOrder {
   // Most matrix tasks of all passes together under any routing: a function of the shape, not of the plan's contents.
   WEFT_HD int64_t max_matrix_tasks() const {
     constexpr TaskKind kForwardKinds[] = {TaskKind::kGateUp, TaskKind::kDown};
-    constexpr TaskKind kBackwardKinds[] = {TaskKind::kDownDgrad, TaskKind::kGateUpDgrad, TaskKind::kDownWgrad,
-                                           TaskKind::kGateUpWgrad};
+    constexpr TaskKind kBackwardKinds[] = {TaskKind::kGateUp, TaskKind::kDownDgrad, TaskKind::kGateUpDgrad,
+                                           TaskKind::kDownWgrad, TaskKind::kGateUpWgrad};
     const bool forward = direction_ == Direction::kForward;
     int64_t tasks = 0;
-    for (int32_t n = 0; n < (forward ? 2 : 4); ++n) {
+    for (int32_t n = 0; n < (forward ? 2 : 5); ++n) {
       const TaskKind kind = forward ? kForwardKinds[n] : kBackwardKinds[n];
-      if (!wanted(kind)) continue;
+      if (!may_be_wanted(kind)) continue;
       // A boundary between passes cuts one expert at most, whose weight gradient is then made in both.
       const int64_t wgrads = shape().num_local_experts() + shape().max_passes() - 1;
       tasks += (is_wgrad(kind) ? wgrads * wgrad_m_tiles(kind) : shape().max_blocks()) * num_n_tiles(kind);
@@ -289,7 +314,7 @@ class TaskOrder {
   }
 
  private:
-  static constexpr int32_t kStagesPerStep = 4;
+  static constexpr int32_t kStagesPerStep = 5;
   struct Stage {
     TaskKind kind;
     int32_t group;  // outside [0, num_groups): the stage is empty
@@ -297,8 +322,11 @@ class TaskOrder {
   };
 
   WEFT_HD int32_t num_steps() const {
-    return direction_ == Direction::kForward ? num_groups_ * tiling_.down_parts + 1 : num_groups_ + 2 + num_wgrad_tail_;
+    return direction_ == Direction::kForward ? num_groups_ * tiling_.down_parts + 1
+                                             : recompute_lag() + num_groups_ + 2 + num_wgrad_tail_;
   }
+  // Groups by which the rest of the backward follows z.
+  WEFT_HD int32_t recompute_lag() const { return work_.recompute == Recompute::kNever ? 0 : 1; }
   WEFT_HD Stage stage_at(int32_t stage) const {
     const int32_t step = stage / kStagesPerStep;
     const int32_t slot = stage % kStagesPerStep;
@@ -312,25 +340,33 @@ class TaskOrder {
       return slot == 1 ? Stage{TaskKind::kDown, step - 1} : kEmpty;
     }
     const int32_t num_early = num_groups_ - num_wgrad_tail_;
-    if (step >= num_groups_ + 2) {
-      return slot == 0 ? Stage{TaskKind::kGateUpWgrad, num_early + step - (num_groups_ + 2)} : kEmpty;
+    const int32_t group = step - recompute_lag();
+    if (group >= num_groups_ + 2) {
+      return slot == 0 ? Stage{TaskKind::kGateUpWgrad, num_early + group - (num_groups_ + 2)} : kEmpty;
     }
     switch (slot) {
       case 0:
-        return {TaskKind::kDownDgrad, step};
+        return {TaskKind::kGateUp, step};
       case 1:
-        return {TaskKind::kDownWgrad, step - 1};
+        return {TaskKind::kDownDgrad, group};
       case 2:
-        return {TaskKind::kGateUpDgrad, step - 2};
+        return {TaskKind::kDownWgrad, group - 1};
+      case 3:
+        return {TaskKind::kGateUpDgrad, group - 2};
       default:
-        return step - 2 < num_early ? Stage{TaskKind::kGateUpWgrad, step - 2} : kEmpty;
+        return group - 2 < num_early ? Stage{TaskKind::kGateUpWgrad, group - 2} : kEmpty;
     }
   }
 
   WEFT_HD bool wanted(TaskKind kind) const {
+    if (kind != TaskKind::kGateUp || direction_ == Direction::kForward) return may_be_wanted(kind);
+    return work_.recompute != Recompute::kNever && recomputes(work_.recompute, *plan_.num_passes);
+  }
+  // By some number of passes.
+  WEFT_HD bool may_be_wanted(TaskKind kind) const {
     switch (kind) {
-      case TaskKind::kDown:
-        return work_.combine;
+      case TaskKind::kGateUp:
+        return direction_ == Direction::kForward || work_.recompute != Recompute::kNever;
       case TaskKind::kGateUpDgrad:
         return work_.dgrad;
       case TaskKind::kDownWgrad:

@@ -235,6 +235,47 @@ TEST(TwoRanks, ThatDisagreeOnTheConfigurationBothSayOnWhat) {
   EXPECT_EQ(ranks.create(config_of_rank(0)).size(), 2U);  // the group is still good
 }
 
+TEST(TwoRanks, ADisagreementIsToldInTheNamesAndDigitsOfTheValues) {
+  Ranks ranks(2);
+  const auto disagree = [&](auto change, const std::string& words) {
+    const auto create = [&](int32_t rank) {
+      weft_config config = config_of_rank(rank);
+      if (rank == 1) change(config);
+      weft_layer* layer = nullptr;
+      EXPECT_EQ(weft_layer_create(&config, ranks.groups()[static_cast<size_t>(rank)], &layer), WEFT_INVALID_ARGUMENT);
+      EXPECT_NE(std::string(weft_last_error()).find(words), std::string::npos) << weft_last_error();
+    };
+    on_two_ranks([&] { create(0); }, [&] { create(1); });
+  };
+  disagree([](weft_config& config) { config.precision = WEFT_PRECISION_FP64; },
+           words("precision: rank 0 has ", recipe_of(good_config().precision).name, ", rank 1 has fp64"));
+  disagree([](weft_config& config) { config.save = WEFT_SAVE_INPUTS; }, "save: rank 0 has gate_up, rank 1 has inputs");
+  disagree([](weft_config& config) { config.max_tokens = 1234567; }, ", rank 1 has 1234567;");
+}
+
+TEST(TwoRanks, AgreeOnTheMostTokensAndOneThatRefusesIsHeard) {
+  Ranks ranks(2);
+  const auto agree = [&](size_t rank, int64_t num_tokens) {
+    int64_t max_tokens = 0;
+    EXPECT_EQ(weft_group_max_tokens(ranks.groups()[rank], num_tokens, 0, &max_tokens), WEFT_OK) << weft_last_error();
+    return max_tokens;
+  };
+  for (const int64_t second : {0, 5, 1 << 30}) {
+    on_two_ranks([&] { EXPECT_EQ(agree(0, 5), std::max<int64_t>(5, second)); },
+                 [&] { EXPECT_EQ(agree(1, second), std::max<int64_t>(5, second)); });
+  }
+  on_two_ranks(
+      [&] {
+        int64_t max_tokens = 0;
+        EXPECT_EQ(weft_group_max_tokens(ranks.groups()[0], 5, 0, &max_tokens), WEFT_PEER_REFUSED);
+        EXPECT_NE(std::string(weft_last_error()).find("rank 1 refused agreement on max_tokens: bad x"),
+                  std::string::npos)
+            << weft_last_error();
+      },
+      [&] { EXPECT_EQ(weft_refuse(ranks.groups()[1], "bad x", 0), WEFT_OK); });
+  on_two_ranks([&] { EXPECT_EQ(agree(0, 7), 7); }, [&] { EXPECT_EQ(agree(1, 6), 7); });
+}
+
 TEST(TwoRanks, OneRefusesAndTheOtherHearsItsWords) {
   Ranks ranks(2);
   const auto layers = ranks.create(config_of_rank(0));

@@ -95,12 +95,13 @@ def test_record_and_plot(tmp_path: Path, rows: list[Row], monkeypatch: pytest.Mo
     tests = {"passed": 1, "failed": 0, "skipped": 2}
     path = tmp_path / "results" / "gpu.json"
     layer = [row.as_dict() for row in rows]
-    ledger.write_record(path, root=ROOT, device=CPU, tests=tests, layer=layer)
+    breakdown = [{"direction": "forward", "tail_ms": 0.2}]
+    ledger.write_record(path, root=ROOT, device=CPU, tests=tests, layer=layer, breakdown=breakdown)
     record = json.loads(path.read_text())
     assert machine.items() <= record.items()
     assert record["tests"] == tests
     assert record["sources_sha256"] == ledger.sources_sha256(ROOT)
-    assert record["layer"] == layer
+    assert record["layer"] == layer and record["breakdown"] == breakdown
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 

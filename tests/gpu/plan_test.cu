@@ -116,6 +116,9 @@ struct DeviceRank {
 constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, true, 8, 2}};
 constexpr TaskChoice kBackwardTasks{
     Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, 8, 2}};
+constexpr TaskChoice kRecomputingTasks{Direction::kBackward,
+                                       {true, true, true, true, Recompute::kInSeveralPasses},
+                                       {{128, 256, 128, 256, 256, 128}, true, 8, 2}};
 
 class DeviceGroup {
  public:
@@ -260,7 +263,7 @@ void check_group(DeviceGroup& group, const cases::Routing& routing, uint32_t epo
 void test_routings(const std::vector<cases::NamedRouting>& routings, int32_t total_sms) {
   for (const cases::NamedRouting& named : routings) {
     const cases::Routing routing = named.make();
-    for (const TaskChoice& choice : {kForwardTasks, kBackwardTasks}) {
+    for (const TaskChoice& choice : {kForwardTasks, kBackwardTasks, kRecomputingTasks}) {
       DeviceGroup group = DeviceGroup::of(routing, choice);
       const bool forward = choice.direction == Direction::kForward;
       uint32_t epoch = 1;
@@ -353,6 +356,12 @@ void test_bad_indices(int32_t total_sms) {
   group.bring(routing);
   group.launch_all(total_sms / 3);
   check(group[0].read_report().token == 50, "a report is not overwritten");
+  // But by a stall, which finishes the group.
+  PlanLaunch alone = group.arguments(0, 4);
+  alone.deadline_s = 0.02;
+  launch_plan(alone, group[0].stream);
+  must(cudaDeviceSynchronize(), "a plan kernel that stalls after a bad index");
+  check(group[0].read_report().fault == PlanFault::kStalled, "a stall after a bad index is told");
 }
 
 // A call that ends early on all ranks leaves the group usable.
@@ -372,6 +381,7 @@ void test_early_end(const char* what, PlanFault fault, int64_t value, Spoil spoi
     const PlanReport report = group[rank].read_report();
     const int32_t named = fault == PlanFault::kDisagreement && rank == 1 ? 0 : 1;
     check(report.fault == fault && report.rank == named, words(what, ": report of rank ", rank));
+    check(report.own_call.kind == CallKind::kForward, words(what, ": what rank ", rank, " had come for"));
     if (rank != 1) check(report.value == value, words(what, ": value reported by rank ", rank));
     check(group[rank].read_state().ready == 0, words(what, ": rank ", rank, " is not ready"));
     group[rank].report.fill(0);

@@ -83,6 +83,8 @@ class Problem:
         """All gradients, with products in `dtype`; only what enters a product is rounded."""
         leaves = [t.double().requires_grad_() for t in self.differentiable]
         y = self._dense(dtype, clamp_limit, leaves)
+        if not y.requires_grad:  # all routes are masked
+            return dict(zip(GRADIENTS, (torch.zeros_like(t) for t in leaves), strict=True))
         grads = torch.autograd.grad(y, leaves, self.dy.double(), materialize_grads=True)
         return dict(zip(GRADIENTS, grads, strict=True))
 

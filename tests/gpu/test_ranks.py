@@ -20,7 +20,7 @@ from torch import Tensor
 
 weft = pytest.importorskip("weft_moe", exc_type=ImportError)
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
-from problem import ROUTES, Problem  # noqa: E402 - it needs weft_moe
+from problem import GRADIENTS, ROUTES, Problem  # noqa: E402 - it needs weft_moe
 from ranks import run_ranks  # noqa: E402
 
 # Kernels of ranks in one process wait for one another, so no two may share a queue of the driver.
@@ -29,7 +29,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _reason = (
     "no CUDA device is visible"
     if not torch.cuda.is_available()
-    else weft.supports(hidden=256, intermediate=128, device="cuda", ep_size=2, training=False)
+    else weft.supports(hidden=256, intermediate=128, device="cuda", ep_size=2)
 )
 pytestmark = pytest.mark.skipif(bool(_reason), reason=_reason)
 
@@ -66,6 +66,7 @@ class Ranks:
         self.topk_weights = self.whole.topk_weights.split(tokens)
         self.gate_up = self.whole.gate_up.chunk(ranks)
         self.down = self.whole.down.chunk(ranks)
+        self.dy = self.whole.dy.split(tokens)
 
     def run(self, group: weft.Group, **options) -> list[Tensor]:
         return self._moe(group, lambda tensors: tensors, options)
@@ -83,6 +84,57 @@ class Ranks:
                 num_experts=self.whole.num_experts,
                 **options,
             )
+
+    def gradients(
+        self, group: weft.Group, wanted=GRADIENTS, between=None, **options
+    ) -> dict[str, list[Tensor]]:
+        """The wanted gradients of a virtual group, a list with one entry a rank each. `between`
+        is called after the forward."""
+        leaves = [self.leaves(rank, wanted, options) for rank in range(len(self.tokens))]
+        x, topk_weights, gate_up, down = (list(tensors) for tensors in zip(*leaves, strict=True))
+        y = weft.moe(
+            x, list(self.topk_idx), topk_weights, gate_up, down, group=group,
+            num_experts=self.whole.num_experts, deadline_s=DEADLINE_S, **options,
+        )  # fmt: skip
+        if between is not None:
+            between()
+        torch.autograd.backward(y, list(self.dy))
+        grads = zip(GRADIENTS, (x, topk_weights, gate_up, down), strict=True)
+        return {name: [t.grad for t in tensors] for name, tensors in grads if name in wanted}
+
+    def rank_forward(
+        self, group: weft.Group, rank: int, device="cuda", wanted=GRADIENTS, **options
+    ) -> tuple[Tensor, list[Tensor]]:
+        """y of one rank whose group has the others elsewhere, and the leaves that it came from."""
+        leaves = self.leaves(rank, wanted, options, device)
+        x, topk_weights, gate_up, down = leaves
+        options = {"deadline_s": DEADLINE_S, **options}
+        y = weft.moe(
+            x, self.topk_idx[rank].to(device), topk_weights, gate_up, down, group=group,
+            num_experts=self.whole.num_experts, **options,
+        )  # fmt: skip
+        return y, leaves
+
+    def rank_gradients(
+        self, group: weft.Group, rank: int, device="cuda", **options
+    ) -> dict[str, Tensor]:
+        y, leaves = self.rank_forward(group, rank, device, **options)
+        y.backward(self.dy[rank].to(device))
+        return dict(zip(GRADIENTS, (leaf.grad for leaf in leaves), strict=True))
+
+    def leaves(self, rank: int, wanted, options, device="cuda") -> list[Tensor]:
+        tensors = (self.x, self.topk_weights, self.gate_up, self.down)
+        leaves = [
+            of_ranks[rank].detach().to(device, copy=True).requires_grad_(name in wanted)
+            for name, of_ranks in zip(GRADIENTS, tensors, strict=True)
+        ]
+        if "grad_dtype" in options:
+            leaves[2].grad_dtype = leaves[3].grad_dtype = options["grad_dtype"]
+        return leaves
+
+    def check_gradients(self, grads: dict[str, list[Tensor]]) -> None:
+        """As near to fp64 as twice an unfused layer."""
+        self.whole.assert_close({name: torch.cat(parts) for name, parts in grads.items()})
 
     def check(self, y: list[Tensor]) -> None:
         """As near to fp64 as twice an unfused layer, and near to one rank."""
@@ -128,6 +180,14 @@ def _same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def _assert_same_gradients(
+    actual: dict[str, list[Tensor]], expected: dict[str, list[Tensor]], what: str
+) -> None:
+    for name, parts in actual.items():
+        for rank, (part, wanted) in enumerate(zip(parts, expected[name], strict=True)):
+            assert torch.equal(part, wanted), f"{name} of rank {rank} differs: {what}"
+
+
 def _assert_raised(outcome: object, kind: type[Exception], words: str) -> None:
     assert type(outcome) is kind and words in str(outcome), repr(outcome)
 
@@ -137,9 +197,8 @@ def _assert_raised(outcome: object, kind: type[Exception], words: str) -> None:
 
 def _virtual(_, ep_size: int) -> None:
     group = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=1024)
-    tokens = {2: [0, 777], 4: [0, 1, 777, 300], 8: [0, 1, 777, 300, 64, 0, 129, 500]}[ep_size]
     for name, route in ALL_ROUTES.items():
-        ranks = Ranks(tokens, route=route)
+        ranks = Ranks(SOME_TOKENS[ep_size], route=route)
         y = ranks.run(group)
         ranks.check(y)
         for _ in range(3):
@@ -152,6 +211,124 @@ def _virtual(_, ep_size: int) -> None:
 @pytest.mark.parametrize("ep_size", [2, 4, 8])
 def test_virtual_ranks_agree_with_one_rank(ep_size: int) -> None:
     run_ranks(_virtual, 1, ep_size, timeout_s=TIMEOUT_S)
+
+
+SOME_TOKENS = {2: [0, 777], 4: [0, 1, 777, 300], 8: [0, 1, 777, 300, 64, 0, 129, 500]}
+
+
+def _virtual_backward(_, ep_size: int) -> None:
+    group = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=1024)
+    for name, route in ALL_ROUTES.items():
+        ranks = Ranks(SOME_TOKENS[ep_size], route=route)
+        grads = ranks.gradients(group)  # right after its forward: from the workspace
+        ranks.check_gradients(grads)
+        for part, idx in zip(grads["dtopk_weights"], ranks.topk_idx, strict=True):
+            assert not part[idx < 0].any(), name
+        _assert_same_gradients(ranks.gradients(group), grads, f"{name}, again")
+        _assert_same_gradients(ranks.gradients(group, save="inputs"), grads, f"{name}, recomputed")
+        after = ranks.gradients(group, between=lambda: ranks.run(group))  # noqa: B023
+        _assert_same_gradients(after, grads, f"{name}, from what was saved")
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+def test_gradients_of_virtual_ranks_agree_with_fp64(ep_size: int) -> None:
+    run_ranks(_virtual_backward, 1, ep_size, timeout_s=TIMEOUT_S)
+
+
+def _backward_shapes(_) -> None:
+    group = weft.virtual_ep_group(4, device="cuda", max_tokens=512)
+    for options in (
+        dict(num_experts=64, top_k=8, hidden=512, intermediate=384),
+        dict(hidden=64, intermediate=64),
+        dict(hidden=192, intermediate=320, top_k=3),
+        dict(num_experts=4, top_k=1),
+    ):
+        ranks = Ranks([512, 0, 300, 77], **options)
+        grads = ranks.gradients(group)
+        ranks.check_gradients(grads)
+        _assert_same_gradients(ranks.gradients(group, save="inputs"), grads, f"{options}")
+    empty = Ranks([0] * 4).gradients(group)
+    assert all(part.shape == (0, 256) for part in empty["dx"])
+    assert not any(part.any() for name in ("dgate_up", "ddown") for part in empty[name])
+
+
+def test_gradients_of_other_shapes() -> None:
+    run_ranks(_backward_shapes, 1, timeout_s=TIMEOUT_S)
+
+
+def _backward_wanted(_, passes: bool) -> None:
+    """Only what is wanted, in other dtypes, and added into buffers."""
+    group = weft.virtual_ep_group(4, device="cuda", max_tokens=384)
+    ranks = Ranks([384, 100, 384, 200], route=_to_first_rank if passes else None)
+    expected = ranks.gradients(group)
+    for wanted in (("dx",), ("dtopk_weights",), ("dgate_up", "ddown"), ("dx", "ddown")):
+        for save in ("gate_up", "inputs"):
+            grads = ranks.gradients(group, wanted, save=save)
+            _assert_same_gradients(grads, expected, f"only {wanted}, save {save}")
+    exact = ranks.gradients(group, grad_dtype=torch.float32)
+    ranks.check_gradients(exact)
+    rounded = {name: [part.bfloat16() for part in exact[name]] for name in ("dgate_up", "ddown")}
+    _assert_same_gradients(rounded, expected, "fp32, rounded")
+    buffers = [
+        [torch.zeros(t.shape, device="cuda") for t in part] for part in (ranks.gate_up, ranks.down)
+    ]
+    for batches in (1, 2):
+        ranks.gradients(group, main_grad=tuple(buffers))
+        for name, buffer in zip(("dgate_up", "ddown"), buffers, strict=True):
+            for part, wanted in zip(buffer, exact[name], strict=True):
+                assert torch.equal(part, batches * wanted), f"{name}, {batches} batches"
+
+
+@pytest.mark.parametrize("passes", [False, True], ids=["one_pass", "two_passes"])
+def test_wanted_gradients_and_their_dtypes(passes: bool) -> None:
+    run_ranks(_backward_wanted, 1, passes, timeout_s=TIMEOUT_S)
+
+
+def _passes(_) -> None:
+    """More rows than the capacity, so that an expert's weight gradient is summed over passes: over
+    two, of experts in a row, and over five of one expert."""
+    for ep_size, tokens in ((4, [384, 100, 384, 200]), (8, [384] * 8)):
+        small = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=384)
+        large = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=8192)
+        for name in ("to_first_rank", "all_to_one_expert"):
+            ranks = Ranks(tokens, route=ALL_ROUTES[name])
+            ranks.check(ranks.run(small))
+            grads = ranks.gradients(small)
+            ranks.check_gradients(grads)
+            for save in ("gate_up", "inputs"):
+                again = ranks.gradients(small, save=save)
+                _assert_same_gradients(again, grads, f"{name}, save {save}")
+            # Router gradients are sums over one row: the passes do not show in them.
+            whole = ranks.gradients(large)
+            one_pass = {"dtopk_weights": whole["dtopk_weights"]}
+            _assert_same_gradients(one_pass, grads, f"{name}, in one pass")
+            # A call in one pass after one in several.
+            even = Ranks(tokens)
+            even.check_gradients(even.gradients(small))
+
+
+def test_gradients_of_a_call_in_several_passes() -> None:
+    run_ranks(_passes, 1, timeout_s=TIMEOUT_S)
+
+
+def _training_steps(_) -> None:
+    """Without a host synchronisation in between: forwards and backwards use the same staging."""
+    group = weft.virtual_ep_group(4, device="cuda", max_tokens=512)
+    problems = [
+        Ranks([300, 512, 1, 64], seed=0),
+        Ranks([300, 512, 1, 64], seed=1, route=_to_first_rank),
+        Ranks([10, 0, 512, 512], seed=2, route=ROUTES["masked"]),
+    ]
+    saves = ("gate_up", "inputs")
+    expected = [problem.gradients(group) for problem in problems]
+    steps = [problems[n % 3].gradients(group, save=saves[n % 2]) for n in range(30)]
+    torch.cuda.synchronize()
+    for n, grads in enumerate(steps):
+        _assert_same_gradients(grads, expected[n % 3], f"step {n}")
+
+
+def test_many_training_steps_in_flight() -> None:
+    run_ranks(_training_steps, 1, timeout_s=TIMEOUT_S)
 
 
 def _many_calls(_) -> None:
@@ -227,6 +404,27 @@ def test_virtual_ranks_on_two_gpus() -> None:
     run_ranks(_threads, 1, 2, timeout_s=TIMEOUT_S)
 
 
+def _backward_threads(_) -> None:
+    group = weft.virtual_ep_group(4, device="cuda", max_tokens=1024)
+    ranks = Ranks(SOME_TOKENS[4])
+    expected = ranks.gradients(weft.virtual_ep_group(4, device="cuda", max_tokens=1024))
+    torch.cuda.synchronize()
+
+    def work(rank: int) -> dict[str, Tensor]:
+        # Autograd's one thread for the GPU would wait in the first rank for the second.
+        with torch.autograd.set_multithreading_enabled(False):
+            return ranks.rank_gradients(group[rank], rank)
+
+    outcomes = _in_threads(4, work)
+    assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
+    actual = {name: [outcome[name] for outcome in outcomes] for name in expected}
+    _assert_same_gradients(actual, expected, "a thread a rank")
+
+
+def test_gradients_of_virtual_ranks_in_threads() -> None:
+    run_ranks(_backward_threads, 1, timeout_s=TIMEOUT_S)
+
+
 # ---- ranks in processes
 
 
@@ -249,6 +447,51 @@ def _process(rank: int, devices: int) -> None:
 
 def test_two_processes_on_one_gpu() -> None:
     run_ranks(_process, 2, 1, timeout_s=TIMEOUT_S)
+
+
+def _process_backward(rank: int, devices: int) -> dict[str, dict[str, Tensor]]:
+    torch.cuda.set_device(rank % devices)
+    group = weft.ep_group(dist.group.WORLD, device="cuda", max_tokens=512)
+    size = dist.get_world_size()
+    device = f"cuda:{rank % devices}"
+    results = {}
+    for name in ("random", "masked", "to_first_rank"):
+        with torch.cuda.device(0):  # the inputs, the same on all ranks
+            ranks = Ranks([512, 333, 0, 77][:size], route=ALL_ROUTES[name])
+        grads = ranks.rank_gradients(group, rank, device)
+        for save in ("gate_up", "inputs"):
+            again = ranks.rank_gradients(group, rank, device, save=save)
+            for which, grad in grads.items():
+                assert torch.equal(again[which], grad), f"{name}, save {save}: {which}"
+        results[name] = {which: grad.cpu() for which, grad in grads.items()}
+    torch.cuda.synchronize()
+    return results
+
+
+def _check_processes(num_ranks: int, devices: int) -> None:
+    results = run_ranks(_process_backward, num_ranks, devices, timeout_s=TIMEOUT_S)
+    run_ranks(_equals_virtual, 1, results, timeout_s=TIMEOUT_S)
+
+
+def _equals_virtual(_, results: list[dict[str, dict[str, Tensor]]]) -> None:
+    group = weft.virtual_ep_group(len(results), device="cuda", max_tokens=512)
+    for name in results[0]:
+        ranks = Ranks([512, 333, 0, 77][: len(results)], route=ALL_ROUTES[name])
+        grads = ranks.gradients(group)
+        ranks.check_gradients(grads)
+        actual = {which: [result[name][which].to("cuda") for result in results] for which in grads}
+        _assert_same_gradients(actual, grads, f"{name}, processes and virtual ranks")
+
+
+def test_gradients_of_two_processes_on_one_gpu() -> None:
+    _check_processes(2, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_with_a_gpu_each(num_ranks: int) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"fewer than {num_ranks} GPUs are visible")
+    _check_processes(num_ranks, num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -300,6 +543,35 @@ def test_captured_graphs_replay_and_one_that_replays_alone_stalls() -> None:
     assert "rank 0 stalled in forward: flag entry, written by rank 1," in told
     assert "after the deadline of 4 s" in told
     assert "rank 0 refused forward: rank 0 stalled in forward" in heard
+
+
+def _training_graph(rank: int) -> None:
+    group = weft.ep_group(dist.group.WORLD, device="cuda", max_tokens=512)
+    problems = [Ranks([300, 512], seed=1), Ranks([300, 512], seed=2, route=_to_first_rank)]
+    expected = [problem.rank_gradients(group, rank) for problem in problems]
+    torch.cuda.synchronize()
+    first = problems[0]
+    leaves = first.leaves(rank, GRADIENTS, {})
+    idx, dy = first.topk_idx[rank].int(), first.dy[rank].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x, weights, gate_up, down = leaves
+        y = weft.moe(x, idx, weights, gate_up, down, group=group, num_experts=16)
+        grads = torch.autograd.grad(y, leaves, dy)
+    for problem, wanted in zip(problems, expected, strict=True):
+        with torch.no_grad():
+            for leaf, value in zip(leaves, problem.leaves(rank, (), {}), strict=True):
+                leaf.copy_(value)
+        idx.copy_(problem.topk_idx[rank])
+        dy.copy_(problem.dy[rank])
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, grad in zip(GRADIENTS, grads, strict=True):
+            assert torch.equal(grad, wanted[name]), name
+
+
+def test_a_captured_training_step_replays_with_other_routing() -> None:
+    run_ranks(_training_graph, 2, timeout_s=TIMEOUT_S)
 
 
 # ---- when a rank cannot, or does not, take part
@@ -358,6 +630,27 @@ def test_a_rank_that_stays_away_is_named_and_the_gpu_stays_usable() -> None:
     run_ranks(_absence, 1, timeout_s=TIMEOUT_S)
 
 
+def _absence_from_a_backward(_) -> None:
+    group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    ranks = Ranks([100, 200])
+
+    def work(rank: int) -> None:
+        y, _ = ranks.rank_forward(group[rank], rank, deadline_s=2.0)
+        if rank == 0:
+            with torch.autograd.set_multithreading_enabled(False):
+                y.backward(ranks.dy[rank])
+
+    outcomes = _in_threads(2, work)
+    _assert_raised(outcomes[0], RuntimeError, "rank 0 stalled in backward: flag entry, written by")
+    assert outcomes[1] is None
+    again = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    ranks.check_gradients(ranks.gradients(again))
+
+
+def test_a_rank_that_stays_away_from_a_backward_is_named() -> None:
+    run_ranks(_absence_from_a_backward, 1, timeout_s=TIMEOUT_S)
+
+
 def _disagreement(_) -> None:
     group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
     two, four = Ranks([100, 200], top_k=2), Ranks([100, 200], top_k=4)
@@ -368,6 +661,15 @@ def _disagreement(_) -> None:
     outcomes = _in_threads(2, lambda rank: (two, four)[rank].run_rank(group[rank], rank))
     for outcome in outcomes:
         _assert_raised(outcome, ValueError, "call forward of different layers")
+
+    def other_gradients(rank: int) -> None:
+        wanted = GRADIENTS if rank == 0 else ("dgate_up", "ddown")
+        y, _ = two.rank_forward(group[rank], rank, wanted=wanted)
+        with torch.autograd.set_multithreading_enabled(False):
+            y.backward(two.dy[rank])
+
+    for outcome in _in_threads(2, other_gradients):
+        _assert_raised(outcome, ValueError, "call backward of different layers or for different")
     for ranks, y in zip((two, four), expected, strict=True):
         assert _same(ranks.run(group), y)
 

@@ -17,6 +17,8 @@ BUDGET = {
     "backward_kernel": 168,
     "plan_kernel": 64,
     "stage_tokens_kernel": 32,
+    "reset_tickets_kernel": 32,
+    "raise_flags_kernel": 64,
 }
 
 

@@ -178,6 +178,7 @@ class ToyLayer {
       add(flags.workers_done, "workers_done", FlagKind::kWorkersDone);
       for (int32_t block = 0; block < shape().capacity_blocks; ++block) {
         add(&flags.rows_ready[block], "rows_ready", FlagKind::kRowsReady, block);
+        add(&flags.z_ready[block], "z_ready", FlagKind::kZReady, block);
         add(&flags.mid_ready[block], "mid_ready", FlagKind::kMidReady, block);
       }
       for (int32_t flag = 0; flag < kMaxParts * shape().capacity_blocks; ++flag) {

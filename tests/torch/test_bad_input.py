@@ -361,6 +361,35 @@ def test_a_first_call_that_is_wrong_says_so_though_the_peers_are_away():
         assert words in text
 
 
+def _first_call_without_max_tokens(rank, cases):
+    group = weft.ep_group(dist.group.WORLD, deadline_s=20.0)
+    told = []
+    for changes in cases:
+        if rank == 0:
+            dist.barrier()  # rank 1 is done before its peer comes: it waited for nobody
+            changes = {}
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            weft.moe(**arguments(local_experts=E // 2, group=group) | changes)
+        told.append(str(caught.value))
+        assert group.max_tokens is None
+        if rank == 1:
+            dist.barrier()
+    assert weft.moe(**arguments(local_experts=E // 2, group=group)).shape == (T, HIDDEN)
+    assert group.max_tokens == 128
+    return told
+
+
+def test_a_first_call_is_checked_before_the_ranks_agree_on_max_tokens():
+    cases = {
+        "topk_idx has shape": {"x": torch.randn(1000, HIDDEN).bfloat16()},
+        "x has dtype torch.float32": {"x": torch.randn(T, HIDDEN)},
+    }
+    heard, said = run_ranks(_first_call_without_max_tokens, 2, list(cases.values()))
+    for words, mine, others in zip(cases, said, heard, strict=True):
+        assert words in mine
+        assert f"rank 1 refused agreement on max_tokens: weft: {words}" in others
+
+
 def test_an_index_out_of_range_is_named_by_all_ranks():
     cases = [{"topk_idx": torch.full((T, K), E)}, {}]
     for wrong, good in run_ranks(_one_rank_is_wrong, 2, cases):
@@ -386,7 +415,7 @@ def _ranks_disagree(rank, changes):
     [
         (
             (sized(128, 128), sized(128, 128, precision="fp8_bwd")),
-            "ranks disagree on precision: rank 0 has 2, rank 1 has 4",
+            "ranks disagree on precision: rank 0 has bf16, rank 1 has fp8_bwd",
         ),
         (({"clamp_limit": 7.0}, {"clamp_limit": 8.0}), "ranks disagree on clamp_limit"),
         (

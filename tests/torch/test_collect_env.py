@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,21 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"weft_moe is not built: no weft_torch.so in {sources / 'weft_moe'}" in done.stdout, done
+
+
+def test_supports_asks_the_gpu_that_is_named(monkeypatch):
+    asked = []
+
+    @contextlib.contextmanager
+    def current(device):
+        asked.append(torch.device(device))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    sizes = {"hidden": 128, "intermediate": 128}
+    weft.supports(**sizes, device="cuda")
+    assert asked == []  # the current one
+    weft.supports(**sizes, device="cuda:1")
+    assert asked == [torch.device("cuda:1")]
+    assert "'cuda:2': torch sees 2 CUDA devices" in weft.supports(**sizes, device="cuda:2")

@@ -150,6 +150,7 @@ TEST(Layout, BanksOfLocalFlagsCoverTheirWordsOnce) {
     for (uint32_t* word : {bank.matrix_ticket, bank.comm_ticket, bank.pulled, bank.workers_done}) ++*word;
     for (int32_t block = 0; block < shape.capacity_blocks; ++block) {
       ++bank.rows_ready[block];
+      ++bank.z_ready[block];
       ++bank.mid_ready[block];
       for (int32_t part = 0; part < kMaxParts; ++part) ++bank.out_ready[part * shape.capacity_blocks + block];
     }

@@ -41,6 +41,10 @@ std::vector<CallShape> call_shapes() {
       calls.push_back({Direction::kBackward, {true, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0}, tiling});
     }
     calls.push_back({Direction::kBackward, {false, false, true, true}, tiling});
+    for (const Recompute recompute : {Recompute::kInSeveralPasses, Recompute::kAlways}) {
+      calls.push_back({Direction::kBackward, {true, true, true, true, recompute}, tiling});
+      calls.push_back({Direction::kBackward, {false, false, false, true, recompute}, tiling});
+    }
   }
   return calls;
 }
@@ -59,7 +63,9 @@ void for_each_order(EachPlan each_plan, EachPass each_pass) {
       for (const CallShape& call : call_shapes()) {
         SCOPED_TRACE(testing::Message() << "rank " << rank << ", direction " << static_cast<int>(call.direction)
                                         << ", work " << call.work.combine << call.work.dgrad << call.work.down_wgrad
-                                        << call.work.gate_up_wgrad << ", down tile " << call.tiling.cols[1]);
+                                        << call.work.gate_up_wgrad << ", recompute "
+                                        << static_cast<int>(call.work.recompute) << ", down tile "
+                                        << call.tiling.cols[1]);
         each_plan(*plan, call);
         const int64_t own_tokens = routing.num_tokens[static_cast<size_t>(rank)];
         for (int32_t pass = 0; pass < *plan->num_passes; ++pass) {
@@ -93,9 +99,15 @@ int32_t weight_tiles(TaskKind kind) {
   return kind == TaskKind::kDownWgrad ? tiles(kHidden, kBlockRows) : 2 * tiles(kIntermediate, kBlockRows);
 }
 
-std::vector<TaskKind> kinds_of(const CallShape& call) {
+bool makes_z_again(const CallShape& call, int32_t num_passes) {
+  return call.work.recompute == Recompute::kAlways ||
+         (call.work.recompute == Recompute::kInSeveralPasses && num_passes > 1);
+}
+
+std::vector<TaskKind> kinds_of(const CallShape& call, int32_t num_passes) {
   if (call.direction == Direction::kForward) return {TaskKind::kGateUp, TaskKind::kDown};
   std::vector<TaskKind> kinds{TaskKind::kDownDgrad};
+  if (makes_z_again(call, num_passes)) kinds.push_back(TaskKind::kGateUp);
   if (call.work.dgrad) kinds.push_back(TaskKind::kGateUpDgrad);
   if (call.work.down_wgrad) kinds.push_back(TaskKind::kDownWgrad);
   if (call.work.gate_up_wgrad) kinds.push_back(TaskKind::kGateUpWgrad);
@@ -132,7 +144,7 @@ TEST(TaskOrder, EachTileOfThePassOnce) {
           for (int32_t b = plan.expert_block_begin[expert]; b < plan.expert_block_begin[expert + 1]; ++b) {
             if (b / plan.shape.capacity_blocks == order.pass()) blocks.push_back(b);
           }
-          for (const TaskKind kind : kinds_of(call)) {
+          for (const TaskKind kind : kinds_of(call, *plan.num_passes)) {
             std::vector<int32_t> m_tiles = blocks;
             if (is_wgrad(kind)) {
               const bool empty_expert_here = plan.expert_rows[expert] == 0 && seen.contains({kind, expert, 0, 0});
@@ -161,13 +173,19 @@ TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
     const bool forward = call.direction == Direction::kForward;
     const int32_t mid_tiles = tiles(kIntermediate, order.tile_cols(forward ? TaskKind::kGateUp : TaskKind::kDownDgrad));
     const int32_t out_tiles = tiles(kHidden, order.tile_cols(forward ? TaskKind::kDown : TaskKind::kGateUpDgrad));
+    const bool recomputes = !forward && makes_z_again(call, *order.plan().num_passes);
+    const int32_t z_tiles = tiles(kIntermediate, order.tile_cols(TaskKind::kGateUp));
+    std::map<int32_t, int32_t> z_ready;
     std::map<int32_t, int32_t> mid_ready;
     std::map<int32_t, int32_t> out_ready;
     for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
       for_each_tile(order.matrix_task(ticket), [&](const MatrixTask& task) {
         switch (task.kind) {
           case TaskKind::kGateUp:
+            ++(forward ? mid_ready : z_ready)[order.physical_block(task.m_tile)];
+            break;
           case TaskKind::kDownDgrad:
+            ASSERT_EQ(z_ready[order.physical_block(task.m_tile)], recomputes ? z_tiles : 0) << "task " << ticket;
             ++mid_ready[order.physical_block(task.m_tile)];
             break;
           case TaskKind::kDown:
@@ -190,6 +208,7 @@ TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
     const Plan& plan = order.plan();
     const int32_t window = order.pass() * plan.shape.capacity_blocks;
     for (int32_t block = window; block < std::min(plan.num_blocks(), window + plan.shape.capacity_blocks); ++block) {
+      ASSERT_EQ(z_ready[order.physical_block(block)], recomputes ? z_tiles : 0);
       ASSERT_EQ(mid_ready[order.physical_block(block)], mid_tiles);
       ASSERT_EQ(out_ready[order.physical_block(block)], forward || call.work.dgrad ? out_tiles : 0);
     }
@@ -228,6 +247,13 @@ TEST(TaskOrder, StraddlingExpertsBeginAndEndOnce) {
                      if (!order.makes_wgrad(expert)) continue;
                      turns[expert].emplace_back(order.continues_from_earlier_pass(expert),
                                                 order.continues_in_later_pass(expert));
+                     const ExpertRows rows = expert_rows_in_pass(order.plan(), expert, order.pass());
+                     ASSERT_EQ(std::pair(rows.resumes, rows.continues), turns[expert].back()) << "expert " << expert;
+                     const BlockRange blocks = order.blocks(expert);
+                     int32_t num_rows = 0;
+                     for (int32_t b = blocks.begin; b < blocks.end; ++b) num_rows += order.valid_rows(expert, b);
+                     ASSERT_EQ(rows.count, num_rows) << "expert " << expert;
+                     ASSERT_TRUE(num_rows == 0 || rows.begin == blocks.begin * kBlockRows) << "expert " << expert;
                    }
                    if (!order.last_pass()) return;
                    for (int32_t expert = 0; expert < order.shape().num_local_experts(); ++expert) {
@@ -310,13 +336,18 @@ TEST(TaskOrder, StagesFollowTheirProducersOneGroupBehind) {
   const std::vector<Turn> forward = {{K::kGateUp, 0}, {K::kGateUp, 1}, {K::kDown, 0},
                                      {K::kGateUp, 2}, {K::kDown, 1},   {K::kDown, 2}};
   EXPECT_EQ(turns_of(Direction::kForward, kForwardWork), forward);
-  const std::vector<Turn> recompute = {{K::kGateUp, 0}, {K::kGateUp, 1}, {K::kGateUp, 2}};
-  EXPECT_EQ(turns_of(Direction::kForward, kRecomputeWork), recompute);
   const std::vector<Turn> backward = {{K::kDownDgrad, 0},   {K::kDownDgrad, 1},   {K::kDownWgrad, 0},
                                       {K::kDownDgrad, 2},   {K::kDownWgrad, 1},   {K::kGateUpDgrad, 0},
                                       {K::kGateUpWgrad, 0}, {K::kDownWgrad, 2},   {K::kGateUpDgrad, 1},
                                       {K::kGateUpWgrad, 1}, {K::kGateUpDgrad, 2}, {K::kGateUpWgrad, 2}};
   EXPECT_EQ(turns_of(Direction::kBackward, {true, true, true, true}), backward);
+  // One pass, in which what was saved is there.
+  EXPECT_EQ(turns_of(Direction::kBackward, {true, true, true, true, Recompute::kInSeveralPasses}), backward);
+  const std::vector<Turn> recomputing = {
+      {K::kGateUp, 0},    {K::kGateUp, 1},      {K::kDownDgrad, 0},   {K::kGateUp, 2},      {K::kDownDgrad, 1},
+      {K::kDownWgrad, 0}, {K::kDownDgrad, 2},   {K::kDownWgrad, 1},   {K::kGateUpDgrad, 0}, {K::kGateUpWgrad, 0},
+      {K::kDownWgrad, 2}, {K::kGateUpDgrad, 1}, {K::kGateUpWgrad, 1}, {K::kGateUpDgrad, 2}, {K::kGateUpWgrad, 2}};
+  EXPECT_EQ(turns_of(Direction::kBackward, {true, true, true, true, Recompute::kAlways}), recomputing);
 }
 
 // A rank's own tokens are summed in every pass, whether or not it holds rows.

@@ -13,9 +13,11 @@ from rich.console import Console
 
 from ..train.dispatch import ACTIVATION_DTYPES
 from . import ledger
-from .layer import DIRECTIONS, SHAPES, Case, Row, measure
+from .breakdown import KINDS, Breakdown, break_down, traced
+from .layer import DIRECTIONS, SHAPES, Case, Problem, Row, dispatch_for, make_launch, measure
 from .plan import DEFAULT_BINARY, run_plan_benchmark
 from .ratios import ratios
+from .timeline import plot_timeline, summarize
 from .timing import REGIMES
 from .virtual import measure_virtual
 
@@ -65,6 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument("--direction", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
     layer.set_defaults(run=_run_layer)
 
+    timeline = commands.add_parser("timeline", help="plot what each SM of a GPU does in a call")
+    timeline.add_argument("--shape", choices=tuple(SHAPES), default="30b")
+    timeline.add_argument("--tokens", type=int, default=_TOKENS["cuda"])
+    timeline.add_argument("--direction", choices=tuple(KINDS), default="forward")
+    timeline.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
+    timeline.add_argument("--output", type=Path, required=True, help="PNG")
+    timeline.set_defaults(run=_run_timeline)
+
     memory = commands.add_parser("memory", help="print the bytes that a rank needs")
     memory.add_argument(
         "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
@@ -102,6 +112,7 @@ def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
     options = dict(precision=arguments.precision, regimes=tuple(arguments.regime))
     rows = list(_measure(cases, console, device=device, **options))
     _print_ratios(rows, console)
+    _break_down(cases, console, device=device, precision=arguments.precision)
 
 
 def _shared_out(case: Case, num_ranks: int) -> Case:
@@ -112,6 +123,22 @@ def _shared_out(case: Case, num_ranks: int) -> Case:
             "share the tokens evenly"
         )
     return replace(case, tokens_per_rank=case.tokens_per_rank // num_ranks, ep=num_ranks)
+
+
+def _run_timeline(arguments: argparse.Namespace, console: Console) -> None:
+    device = _device("cuda")
+    problem = Problem(SHAPES[arguments.shape], arguments.tokens, arguments.precision, device)
+    direction = arguments.direction
+    dispatch = dispatch_for("weft", problem, training=direction != "forward")
+    records = traced(make_launch(direction, dispatch, problem), device)
+    title = f"{arguments.shape} {direction}, {arguments.tokens} tokens, {arguments.precision}"
+    plot_timeline(records, arguments.output, title)
+    summary = summarize(records)
+    console.print(
+        f"{title}: {summary.span_ms:.3f} ms, start bubble {summary.start_bubble_ms:.3f}, tail "
+        f"{summary.tail_ms:.3f}"
+    )
+    console.print(f"wrote {arguments.output}")
 
 
 def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
@@ -144,9 +171,14 @@ def _run_record(arguments: argparse.Namespace, console: Console) -> None:
         _print_memory(console, device=device)
     except (ValueError, ImportError) as reason:
         console.print(f"no memory to show: {reason}")
-    layer = [row.as_dict() for row in rows]
+    breakdown = _break_down(_RECORD_CASES, console, device=device, precision="bf16")
     ledger.write_record(
-        arguments.output, root=arguments.root, device=device, tests=tests, layer=layer
+        arguments.output,
+        root=arguments.root,
+        device=device,
+        tests=tests,
+        layer=[row.as_dict() for row in rows],
+        breakdown=[each.as_dict() for each in breakdown],
     )
     console.print(f"wrote {arguments.output} and {arguments.output.with_suffix('.png')}")
     if fault is not None:
@@ -174,6 +206,18 @@ def _measure(
                 f"{speedup:>9}  {'yes' if row.repeatable else 'no'}"
             )
             yield row
+
+
+def _break_down(
+    cases: Iterable[Case], console: Console, *, device: torch.device, precision: str
+) -> list[Breakdown]:
+    """Break down case after case; print each as it comes."""
+    breakdowns = []
+    for case in cases:
+        for each in break_down(case, precision=precision, device=device, note=console.print):
+            console.print("\n".join(each.lines()))
+            breakdowns.append(each)
+    return breakdowns
 
 
 def _print_ratios(rows: list[Row], console: Console) -> None:

@@ -81,6 +81,7 @@ def write_record(
     device: torch.device,
     tests: dict[str, int],
     layer: list[dict[str, object]],
+    breakdown: list[dict[str, object]],
 ) -> None:
     """Write the results file and its plot, as PNG of the same name."""
     record = {
@@ -90,6 +91,7 @@ def write_record(
         "sources_sha256": sources_sha256(root),
         "tests": tests,
         "layer": layer,
+        "breakdown": breakdown,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,30 +1,14 @@
-// The fused backward of one rank: one persistent kernel (stage/persistent.cuh is its role table).
-//
-//   task            operands                    epilogue                                       waits for    raises
-//   down_dgrad      dy pool, W_down             SwiGLU', router weight; dz, a', parts of dw    rows_ready   mid_ready
-//   gate_up_dgrad   dz pool, W_gate and W_up    dx rows                                        mid_ready    out_ready
-//   down_wgrad      dy pool, a' pool            dW_down                                        mid_ready    -
-//   gate_up_wgrad   dz pool, x pool             dW_gate, dW_up                                 mid_ready    -
-//
-// z of a down_dgrad tile comes through the ring of stages behind the tile's last step, and dz goes out from there.
-#include "cuda/launch/backward.hpp"
-
-#include "core/status.hpp"
-#include "cuda/stage/backward_tasks.cuh"
-#include "cuda/stage/persistent.cuh"
+// The backward kernel that layers run.
+#include "cuda/kernel/backward_kernel.cuh"
+#include "cuda/launch/probed.hpp"
 
 namespace weft {
-namespace {
 
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardParams params) {
-  run_roles(params, BackwardOperands{params}, BackwardBodies{params}, Direction::kBackward, params.combine);
-}
-
-}  // namespace
+int32_t load_backward() { return load_persistent(backward_kernel<NoProbe>); }
 
 void launch_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream) {
-  const cudaError_t status = launch_persistent(backward_kernel, params, num_sms, stream);
-  require(status == cudaSuccess, WEFT_INTERNAL, "the backward kernel did not start: ", cudaGetErrorString(status));
+  if (params.probe.probes()) return launch_probed_backward(params, num_sms, stream);
+  start_backward<NoProbe>(params, num_sms, stream);
 }
 
 }  // namespace weft

@@ -1,21 +1,9 @@
-// The fused forward of one rank: one persistent kernel (stage/persistent.cuh is its role table).
-//
-//   task      operands                        epilogue                      waits for      raises
-//   gate_up   x pool, W_gate and W_up         SwiGLU, router weight; a', z  rows_ready     mid_ready
-//   down      a' pool, W_down                 o                             mid_ready      out_ready
-#include "cuda/launch/forward.hpp"
-
-#include "core/status.hpp"
-#include "cuda/stage/forward_tasks.cuh"
-#include "cuda/stage/persistent.cuh"
+// The forward kernel that layers run, and the small one that tells a plan how many tokens there are.
+#include "cuda/kernel/forward_kernel.cuh"
+#include "cuda/launch/probed.hpp"
 
 namespace weft {
 namespace {
-
-template <bool kSaveZ>
-__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
-  run_roles(params, ForwardOperands{params}, ForwardBodies<kSaveZ>{params}, Direction::kForward, params.combine);
-}
 
 __global__ void stage_tokens_kernel(int64_t* target, int64_t num_tokens) { *target = num_tokens; }
 
@@ -27,18 +15,13 @@ void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t strea
   require(status == cudaSuccess, WEFT_INTERNAL, "the staging kernel did not start: ", cudaGetErrorString(status));
 }
 
-void load_forward() {
-  cudaFuncAttributes attributes{};
-  for (const auto kernel : {forward_kernel<false>, forward_kernel<true>}) {
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-    require(status == cudaSuccess, WEFT_INTERNAL, "cannot load the forward kernel: ", cudaGetErrorString(status));
-  }
+int32_t load_forward() {
+  return min_of(load_persistent(forward_kernel<false, NoProbe>), load_persistent(forward_kernel<true, NoProbe>));
 }
 
 void launch_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream) {
-  const cudaError_t status =
-      launch_persistent(save_z ? forward_kernel<true> : forward_kernel<false>, params, num_sms, stream);
-  require(status == cudaSuccess, WEFT_INTERNAL, "the forward kernel did not start: ", cudaGetErrorString(status));
+  if (params.probe.probes()) return launch_probed_forward(params, save_z, num_sms, stream);
+  start_forward<NoProbe>(params, save_z, num_sms, stream);
 }
 
 }  // namespace weft

@@ -26,6 +26,7 @@ __device__ __noinline__ void report_chunk(const PlanParams& launch, int32_t chun
   const Chunk& chunk = launch.scratch.chunks[chunk_idx];
   if (!claim(launch.report, chunk.fault)) return;
   const int32_t source = chunk_idx / launch.chunks_per_source;
+  launch.report->own_call = launch.call;
   launch.report->rank = source;
   launch.report->value = chunk.value;
   if (chunk.fault == PlanFault::kIndex) {

@@ -1,4 +1,4 @@
-// The fused backward kernel: its parameters and its launch. The layer (launch/layer.cpp) fills them; the plan kernel
+// The fused backward kernel: its parameters and its launch. launch/params.cpp fills them; the plan kernel
 // has run before it in the same stream.
 #pragma once
 
@@ -9,25 +9,49 @@ namespace weft {
 struct BackwardParams : PersistentParams {
   // Tensor maps, all 3-d (columns, rows, experts or 1) unless said. What is loaded comes in boxes of 64 columns and 64
   // rows: half of a tile of 128 rows whose columns are K, or a chunk of a tile whose rows are K.
-  CUtensorMap dy;          // load [capacity, H] as (H, 1, capacity)
-  CUtensorMap x;           // load [capacity, H]
-  CUtensorMap z;           // load [capacity, 2, I] as (I, 2, capacity), 128 rows
-  CUtensorMap act;         // load [capacity, I]
-  CUtensorMap dz;          // load [capacity, 2, I] as (I, 2, capacity)
-  CUtensorMap gate;        // load [e, I, H]
-  CUtensorMap up;          // load [e, I, H]
-  CUtensorMap down;        // load [e, H, I]
-  CUtensorMap act_store;   // store [capacity, I], 16 rows
-  CUtensorMap dz_store;    // store [capacity, 2, I] as (I, 2, capacity), 16 rows
-  CUtensorMap rows_store;  // store [capacity, H], 16 rows
-  CUtensorMap dgate;       // store [e, I, H], 16 rows; 64 columns in bf16, 32 in fp32
-  CUtensorMap dup;         // likewise
-  CUtensorMap ddown;       // likewise [e, H, I]
-  float* dw_parts;         // [capacity, num_dw_tiles] what combine reads as dw_partial, if it is wanted
+  CUtensorMap dy;           // load [capacity, H] as (H, 1, capacity)
+  CUtensorMap x;            // load [capacity, H]
+  CUtensorMap x_rows;       // load [capacity, H] as (H, 1, capacity)
+  CUtensorMap z;            // load [capacity, 2, I] as (I, 2, capacity), 128 rows
+  CUtensorMap z_in_passes;  // likewise, in a call of several passes
+  CUtensorMap act;          // load [capacity, I]
+  CUtensorMap dz;           // load [capacity, 2, I] as (I, 2, capacity)
+  CUtensorMap gate;         // load [e, I, H]
+  CUtensorMap up;           // load [e, I, H]
+  CUtensorMap down;         // load [e, H, I]
+  CUtensorMap act_store;    // store [capacity, I], 16 rows
+  CUtensorMap dz_store;     // store [capacity, 2, I] as (I, 2, capacity), 16 rows
+  CUtensorMap rows_store;   // store [capacity, H], 16 rows
+  CUtensorMap dgate;        // store [e, I, H], 16 rows; 64 columns in bf16, 32 in fp32
+  CUtensorMap dup;          // likewise
+  CUtensorMap ddown;        // likewise [e, H, I]
+  float* dw_parts;          // [capacity, num_dw_tiles] what combine reads as dw_partial, if it is wanted
+  float2* wgrad_carry;      // [2, tiles, warps, 16 rows of 256] sums on their way from pass to pass; null: one pass
   float clamp_limit;
   bool grads_in_fp32;
   bool accumulates;  // into weight gradients in fp32
 };
+
+// The tiles of an expert's weight gradients: those of down, then those of gate and up.
+struct WgradTiles {
+  int32_t down_cols;
+  int32_t num_down;
+  int32_t gate_up_cols;
+  int32_t num_gate_up;
+
+  WEFT_HD int32_t num_all() const { return num_down + num_gate_up; }
+};
+WEFT_HD inline WgradTiles wgrad_tiles(const LayerShape& shape) {
+  const auto hidden = static_cast<int32_t>(shape.hidden);
+  const auto intermediate = static_cast<int32_t>(shape.intermediate);
+  const int32_t down_cols = ceil_div(intermediate, kHopperTiling.cols[static_cast<int32_t>(TaskKind::kDownWgrad)]);
+  const int32_t gate_up_cols = ceil_div(hidden, kHopperTiling.cols[static_cast<int32_t>(TaskKind::kGateUpWgrad)]);
+  return {down_cols, ceil_div(hidden, kBlockRows) * down_cols, gate_up_cols,
+          2 * ceil_div(intermediate, kBlockRows) * gate_up_cols};
+}
+
+// As load_forward.
+int32_t load_backward();
 
 // One CTA an SM, in clusters of two: num_sms of them, an even number. Throws Error(WEFT_INTERNAL) if the launch fails.
 void launch_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream);

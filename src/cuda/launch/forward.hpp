@@ -1,4 +1,4 @@
-// The fused forward kernel: its parameters and its launch. The layer (launch/layer.cpp) fills them; the plan kernel has
+// The fused forward kernel: its parameters and its launch. launch/params.cpp fills them; the plan kernel has
 // run before it in the same stream.
 #pragma once
 
@@ -23,7 +23,9 @@ struct ForwardParams : PersistentParams {
 void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t stream);
 
 // Loads the kernels now: loading at the first launch would wait for kernels that run, which may wait for this rank.
-void load_forward();
+// Returns how many of their CTAs the current device can hold at once: as many SMs a launch may use, since CTAs wait for
+// one another.
+int32_t load_forward();
 
 // One CTA an SM, in clusters of two: num_sms of them, an even number. Throws Error(WEFT_INTERNAL) if the launch fails.
 void launch_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream);

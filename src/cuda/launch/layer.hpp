@@ -18,6 +18,7 @@ struct CudaOptions {
   weft_save save;
   int32_t num_sms;  // 0: all
   double deadline_s;
+  bool phased;  // WEFT_SCHEDULE_PHASED
 };
 
 // "" if this machine's current device can run it, or the reason and the remedy.

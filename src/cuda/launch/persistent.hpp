@@ -8,8 +8,10 @@
 #include <cstdint>
 
 #include "cuda/launch/plan.hpp"
+#include "cuda/launch/probe.hpp"
 #include "numeric/bf16.hpp"
 #include "protocol/flags.hpp"
+#include "schedule/phases.hpp"
 #include "schedule/task_order.hpp"
 
 namespace weft {
@@ -29,6 +31,8 @@ struct RowPull {
 };
 inline constexpr int32_t kMaxPulls = 2;  // backward pulls dy, and x unless it is in the pool already
 
+inline constexpr int64_t kMostPasses = 65536;  // that a task can be of (tile/shared_tile.cuh)
+
 struct PersistentParams {
   Plan plan;
   LocalFlags flags;
@@ -37,7 +41,9 @@ struct PersistentParams {
   const int32_t* topk_idx;  // [ep_size, max_tokens, K] checked, of the plan's scratch
 
   RowPull pulls[kMaxPulls];
-  int32_t num_pulls;
+  int32_t num_pulls;            // the first so many, in a call of one pass
+  int32_t num_pulls_in_passes;  // in one of several, where a pool holds the rows of the last pass only
+  Recompute recompute;          // backward: of z, as in Work
 
   bool combine;                  // whether anything goes home to the tokens
   const Bf16* rows;              // [capacity, H] o or dx of pool rows, which combine sums; null: not wanted
@@ -55,6 +61,9 @@ struct PersistentParams {
   PlanReport* report;       // what went wrong first, in device memory
   PlanReport* host_report;  // its copy where the host sees it
   uint64_t deadline_ns;
+
+  LaunchRange launch;
+  ProbeParams probe;  // read by probed kernels alone
 };
 
 }  // namespace weft

@@ -27,9 +27,11 @@ enum class PlanFault : int32_t {
   kIndex,  // topk_idx of rank `rank` at `token`, `slot` is `value`; such routes count as masked, the call goes on
 };
 
-// What went wrong first since the host last zeroed it. The kernel never clears it.
+// What went wrong first since the host last zeroed it; a stall, which finishes the group, also after an index. The
+// kernel never clears it.
 struct PlanReport {
   PlanFault fault;
+  Call own_call;  // kDisagreement: what this rank had come for
   int32_t rank;
   int64_t token;
   int32_t slot;

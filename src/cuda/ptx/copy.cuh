@@ -9,10 +9,6 @@
 
 namespace weft::ptx {
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Loads the box at (x, y, z) of a 3-d tensor; its bytes arrive on `barrier`.
 __device__ __forceinline__ void tma_load(const CUtensorMap* map, void* shared, uint64_t* barrier, int32_t x, int32_t y,
                                          int32_t z) {

@@ -1,11 +1,12 @@
-// The tasks of the backward: down_dgrad, u' = dy W_down with the derivative of SwiGLU in the epilogue; gate_up_dgrad,
-// dx = dz W_gate_up; down_wgrad, dW_down = dy^T a'; gate_up_wgrad, dW_gate_up = dz^T x. Weights, and both operands of a
-// weight gradient, are read as they lie: MN-major.
+// The tasks of the backward: gate_up, z = x W_gate_up^T, where z has to be made again; down_dgrad, u' = dy W_down with
+// the derivative of SwiGLU in the epilogue; gate_up_dgrad, dx = dz W_gate_up; down_wgrad, dW_down = dy^T a';
+// gate_up_wgrad, dW_gate_up = dz^T x. Weights of a dgrad, and both operands of a weight gradient, are read as they lie:
+// MN-major.
 #pragma once
 
 #include "cuda/launch/backward.hpp"
+#include "cuda/stage/gate_up.cuh"
 #include "cuda/stage/load.cuh"
-#include "cuda/stage/math.cuh"
 
 namespace weft {
 
@@ -15,27 +16,30 @@ inline constexpr int32_t kZChunks = kTileN / kChunkCols;         // stages that 
 
 // A weight gradient sums over the rows of its expert, up to the last half block that has a valid one: as far as
 // dispatch and down_dgrad have zeroed what is padding.
+__device__ __forceinline__ int32_t wgrad_steps(const ExpertRows& rows) { return ceil_div(rows.count, kTileK); }
 __device__ __forceinline__ int32_t backward_steps(const Plan& plan, const TaskHead& head) {
-  if (is_wgrad(head.kind)) return ceil_div(plan.expert_rows[head.local_expert], kTileK);
+  if (is_wgrad(head.kind)) return wgrad_steps(expert_rows_in_pass(plan, head.local_expert, head.pass));
   const LayerShape& shape = plan.shape;
-  const int64_t depth = head.kind == TaskKind::kDownDgrad ? shape.hidden : 2 * shape.intermediate;
+  const int64_t depth = head.kind == TaskKind::kGateUpDgrad ? 2 * shape.intermediate : shape.hidden;
   return static_cast<int32_t>(depth / kTileK);
 }
 
 struct BackwardOperands {
   const BackwardParams& params;
+  bool in_one_pass;
 
   __device__ __forceinline__ int32_t num_steps(const TaskHead& head) const { return backward_steps(params.plan, head); }
 
   __device__ __forceinline__ int32_t first_row(const TaskHead& head) const {
     const Plan& plan = params.plan;
-    const int32_t block = is_wgrad(head.kind) ? plan.expert_block_begin[head.local_expert] : head.m_tile;
-    return pool_row(plan, block * kBlockRows);
+    const int32_t row =
+        is_wgrad(head.kind) ? expert_rows_in_pass(plan, head.local_expert, head.pass).begin : head.m_tile * kBlockRows;
+    return pool_row(plan, row);
   }
 
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const LoadTile& tile, int32_t step) const {
     const bool is_dz = tile.kind == TaskKind::kGateUpDgrad || tile.kind == TaskKind::kGateUpWgrad;
-    const CUtensorMap* map = is_dz ? &params.dz : &params.dy;
+    const CUtensorMap* map = is_dz ? &params.dz : tile.kind == TaskKind::kGateUp ? &params.x_rows : &params.dy;
     const auto intermediate = static_cast<int32_t>(params.plan.shape.intermediate);
     if (is_wgrad(tile.kind)) {
       const int32_t gate_tiles = ceil_div(intermediate, kBlockRows);
@@ -55,6 +59,13 @@ struct BackwardOperands {
   template <class Load>
   __device__ __forceinline__ void load_b(uint8_t* b, const LoadTile& tile, int32_t step, int32_t half,
                                          Load load) const {
+    if (tile.kind == TaskKind::kGateUp) {  // the first half is gate, the second up
+      const CUtensorMap* weight = half == 0 ? &params.gate : &params.up;
+      const int32_t first_row = tile.n_tile * kGateUpCols;
+      load(weight, b, step * kTileK, first_row, tile.local_expert);
+      load(weight, b + kChunkBytes, step * kTileK, first_row + kGateUpCols / 2, tile.local_expert);
+      return;
+    }
     const CUtensorMap* map = &params.down;
     int32_t row = step * kTileK;
     int32_t expert = tile.local_expert;
@@ -81,8 +92,9 @@ struct BackwardOperands {
                                              int32_t n) const {
     const int32_t column = tile.n_tile * kTileN + n * kChunkCols;
     ptx::mbarrier_arrive_expect_tx(full, 2 * kBlockRows * kChunkCols * 2);
-    ptx::tma_load(&params.z, a, full, column, 0, tile.first_row);
-    ptx::tma_load(&params.z, b, full, column, 1, tile.first_row);
+    const CUtensorMap* z = in_one_pass ? &params.z : &params.z_in_passes;
+    ptx::tma_load(z, a, full, column, 0, tile.first_row);
+    ptx::tma_load(z, b, full, column, 1, tile.first_row);
   }
 };
 
@@ -122,25 +134,36 @@ struct BackwardBodies {
     return backward_steps(params.plan, head) + (head.kind == TaskKind::kDownDgrad ? kZChunks : 0);
   }
   __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
-    const PassFlags& flags = params.flags.banks[head.bank];
+    const PassFlags& flags = params.flags.banks[head.pass % kNumBanks];
     const int32_t block = head.m_tile % params.plan.shape.capacity_blocks;
+    if (head.kind == TaskKind::kGateUp) return &flags.z_ready[block];
     if (head.kind == TaskKind::kDownDgrad) return &flags.mid_ready[block];
     return head.kind == TaskKind::kGateUpDgrad ? &flags.out_ready[block] : nullptr;
   }
   __device__ __forceinline__ void run(const TaskHead& head, int32_t row_in_block, StageReader& stage, TileStore& store,
                                       DeferredPublish& publish, float (&acc)[128]) const {
-    const int32_t num_steps = backward_steps(params.plan, head);
     const int32_t warpgroup = row_in_block / 64;
     if (is_wgrad(head.kind)) {
-      if (num_steps > 0) {
-        multiply<ptx::Major::kMN, ptx::Major::kMN>(stage, num_steps, warpgroup, publish, acc);
-        finish_wgrad(head, row_in_block, store, acc);
+      const ExpertRows rows = expert_rows_in_pass(params.plan, head.local_expert, head.pass);
+      if (rows.count > 0) {
+        multiply<ptx::Major::kMN, ptx::Major::kMN>(stage, wgrad_steps(rows), warpgroup, publish, acc);
+        if (rows.resumes) add_carried(head, row_in_block, acc);
+        if (rows.continues) {
+          carry_on(head, row_in_block, acc);
+        } else {
+          finish_wgrad(head, row_in_block, store, acc);
+        }
       } else {
         publish.publish();
         if (!params.accumulates) store_zeroes(head, row_in_block, store);
       }
+    } else if (head.kind == TaskKind::kGateUp) {
+      multiply<ptx::Major::kK, ptx::Major::kK>(stage, backward_steps(params.plan, head), warpgroup, publish, acc);
+      const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
+#pragma unroll
+      for (int32_t part = 0; part < 2; ++part) store_z(store, &params.dz_store, head.n_tile, part, first_row, acc);
     } else {
-      multiply<ptx::Major::kK, ptx::Major::kMN>(stage, num_steps, warpgroup, publish, acc);
+      multiply<ptx::Major::kK, ptx::Major::kMN>(stage, backward_steps(params.plan, head), warpgroup, publish, acc);
       if (head.kind == TaskKind::kDownDgrad) {
         finish_down_dgrad(head, row_in_block, stage, store, acc);
       } else {
@@ -229,6 +252,34 @@ struct BackwardBodies {
       if (lane % 4 == 0) params.dw_parts[row * params.num_dw_tiles + head.n_tile] = sum;
     }
     __syncwarp();  // before the lane that announces the tile does
+  }
+
+  // A weight gradient whose expert straddles passes: each pass adds what those before have left, in the order of the
+  // accumulators, and the last rounds. A boundary cuts one expert, and so a pass may end one and leave another: two
+  // buffers, by parity.
+  __device__ __forceinline__ float2* carry_of(const TaskHead& head, int32_t row_in_tile, uint32_t pass) const {
+    const bool down = head.kind == TaskKind::kDownWgrad;
+    const LayerShape& shape = params.plan.shape;
+    const WgradTiles tiles = wgrad_tiles(shape);
+    const int32_t tile = down ? head.m_tile * tiles.down_cols + head.n_tile
+                              : tiles.num_down + head.m_tile * tiles.gate_up_cols + head.n_tile;
+    const int64_t warp_tile = (int64_t{pass % 2} * tiles.num_all() + tile) * kMathWarps + row_in_tile / 16;
+    return params.wgrad_carry + warp_tile * (16 * kTileN / 2) + threadIdx.x % 32;
+  }
+  __device__ __forceinline__ void add_carried(const TaskHead& head, int32_t row_in_tile, float (&acc)[128]) const {
+    const float2* carry = carry_of(head, row_in_tile, head.pass - 1U);
+#pragma unroll
+    for (int32_t n = 0; n < 64; ++n) {
+      const float2 pair = __ldcg(carry + n * 32);  // past L1: another SM wrote it
+      acc[2 * n] += pair.x;
+      acc[2 * n + 1] += pair.y;
+    }
+  }
+  __device__ __forceinline__ void carry_on(const TaskHead& head, int32_t row_in_tile, const float (&acc)[128]) const {
+    float2* carry = carry_of(head, row_in_tile, head.pass);
+#pragma unroll
+    for (int32_t n = 0; n < 64; ++n) carry[n * 32] = {acc[2 * n], acc[2 * n + 1]};
+    __syncwarp();  // before the lane that announces the end of the pass does
   }
 
   // Where 16 rows of a weight gradient's tile go.

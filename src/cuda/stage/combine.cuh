@@ -194,7 +194,7 @@ __device__ __forceinline__ bool sum_token(const CommPass& comm, int32_t token, i
     ++num_slots;
   }
   if (!__all_sync(~0U, ready)) return false;
-  if (params.dw_partial != nullptr && lane < shape.top_k) {
+  if (completes && params.dw_partial != nullptr && lane < shape.top_k) {
     const int64_t route = int64_t{token} * shape.top_k + lane;
     params.dtopk_weights[route] = experts[lane] < 0 ? 0 : __ldcg(params.dtopk_home[shape.ep_rank] + route);
   }

@@ -48,25 +48,31 @@ __device__ __forceinline__ bool drain(const CommPass& comm, int32_t ticket) {
 
 // One warp, for the tickets of one pass that are left. False after a stall. kChunks, kRowsAtOnce: what a sum has in
 // flight.
-template <int32_t kChunks, int32_t kRowsAtOnce>
-__device__ __forceinline__ bool run_comm(const PersistentParams& params, const CommOrder& order, int32_t pass) {
+template <int32_t kChunks, int32_t kRowsAtOnce, class Probe>
+__device__ __forceinline__ bool run_comm(const PersistentParams& params, const CommOrder& order, int32_t pass,
+                                         const Probe& probe) {
   const Plan& plan = params.plan;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const bool is_alone = plan.shape.ep_size == 1;
   const CommPass comm{params, params.flags.banks[pass % kNumBanks], params.state->epoch + static_cast<uint32_t>(pass),
                       pass, order.num_parts};
+  const TicketRange tickets = comm_tickets(order, params.launch.phases);
+  int32_t ticket = tickets.begin;
 #pragma unroll 1
   for (;;) {
+    probe.delay(ProbeSite::kTakeTicket, ticket);
     uint32_t claimed = 0;
     if (lane == 0) claimed = ptx::atom_add_relaxed_gpu(comm.flags.comm_ticket, 1);
-    const auto ticket = static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
-    if (ticket >= order.num_tasks()) return true;
+    ticket = tickets.begin + static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
+    if (ticket >= tickets.end) return true;
     const CommTask task = order.task(ticket);
+    const typename Probe::Span span = probe.begin(trace_kind(task.kind));
     bool done = true;
     if (task.kind == CommTaskKind::kPull) {
-      pull_rows(params, comm.flags, task.begin, task.end);
+      pull_rows(params, comm.flags, task.begin, task.end, probe);
       if (!is_alone && lane == 0) ptx::red_add_release_gpu(comm.flags.pulled, 1);
     } else if (task.kind == CommTaskKind::kCombine) {
+      probe.delay(ProbeSite::kCombine, ticket);
 #pragma unroll 1
       for (int32_t position = task.begin; position < task.end && done; ++position) {
         const Entry& entry = plan.entries[plan.combine_order[position]];
@@ -84,19 +90,22 @@ __device__ __forceinline__ bool run_comm(const PersistentParams& params, const C
       }
       done = __shfl_sync(~0U, done, 0);
     }
+    probe.end(span);
     if (!done) return false;
   }
 }
 
-// By one thread, the leader of the rank: opens pass `pass` > 0 when every communication warp and every scheduler of the
-// rank has left the one before and all ranks have come as far, so that slots of partial rows and the pool may be
-// written again.
+// By one thread, the leader of the rank: opens pass `pass` > 0 when every communication warp and every math warp of the
+// rank has left the one before - pools have been read, weight gradients carried on - and all ranks have come as far, so
+// that slots of partial rows and the pools may be written again. An earlier launch has left the one before the first
+// pass of this one.
 __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   const LayerShape& shape = params.plan.shape;
   const uint32_t epoch = params.state->epoch + static_cast<uint32_t>(pass);
   const PassFlags& left = params.flags.banks[(pass - 1) % kNumBanks];
-  const uint32_t num_workers = kCommWarps * gridDim.x + gridDim.x / kClusterCtas;
-  if (!wait_counter(params, left.workers_done, num_workers,
+  const uint32_t num_workers = (kCommWarps + kMathWarps) * gridDim.x;
+  if (pass > params.launch.first_pass &&
+      !wait_counter(params, left.workers_done, num_workers,
                     {WaitTask::kLeavePass, pass - 1, FlagKind::kWorkersDone, -1, -1})) {
     return false;
   }
@@ -122,20 +131,22 @@ __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   return true;
 }
 
-// One communication warp, all passes.
+// One communication warp, all passes of the launch. A pass is opened by the launch that has its pulls.
+template <class Probe>
 __device__ __forceinline__ void run_comm_passes(const PersistentParams& params, Direction direction, bool combine,
-                                                bool leads) {
-  const int32_t num_passes = *params.plan.num_passes;
+                                                bool leads, const Probe& probe) {
+  const int32_t num_passes = end_pass(params);
   const bool first_lane = threadIdx.x % 32 == 0;
+  const bool opens = leads && first_lane && (params.launch.phases & kPullPhase) != 0;
 #pragma unroll 1
-  for (int32_t pass = 0; pass < num_passes; ++pass) {
+  for (int32_t pass = params.launch.first_pass;; ++pass) {
+    if (opens && pass > 0) open_pass(params, pass);
+    __syncwarp();
     if (!enter_pass(params, pass)) return;
     const CommOrder order = own_comm_order(params, direction, pass, combine);
-    if (!run_comm<1, 8>(params, order, pass)) return;
+    if (!run_comm<1, 8>(params, order, pass, probe)) return;
     if (pass + 1 == num_passes) return;
     if (first_lane) ptx::red_add_release_gpu(params.flags.banks[pass % kNumBanks].workers_done, 1);
-    if (leads && first_lane) open_pass(params, pass + 1);
-    __syncwarp();
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ptx/warp.cuh"
+#include "cuda/stage/probe.cuh"
 #include "cuda/stage/wait.cuh"
 #include "cuda/tile/shared_tile.cuh"
 
@@ -29,13 +30,15 @@ __device__ __forceinline__ void copy_to_rows(const uint4* source, uint4* pool, u
 
 // One warp pulls what it finds at the pool rows [begin, end), as for_each_pulled_row says, and raises the counters of
 // the rows' blocks.
+template <class Probe>
 __device__ __forceinline__ void pull_rows(const PersistentParams& params, const PassFlags& flags, int32_t begin,
-                                          int32_t end) {
+                                          int32_t end, const Probe& probe) {
   constexpr int32_t kChunks = 8;  // 16-byte pieces a lane that are in flight
   const Plan& plan = params.plan;
   const auto row_chunks = static_cast<uint32_t>(plan.shape.hidden / 8);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const RouteRef own_route = lane < end - begin ? plan.row_route[begin + lane] : RouteRef{kPaddingToken, 0, 0};
+  const int32_t num_pulls = *plan.num_passes == 1 ? params.num_pulls : params.num_pulls_in_passes;
   int32_t num_alone = 0;
 #pragma unroll 1
   for (int32_t row = begin; row < end; ++row) {
@@ -51,7 +54,7 @@ __device__ __forceinline__ void pull_rows(const PersistentParams& params, const 
     }
     const uint32_t row_begin = static_cast<uint32_t>(pool_row(plan, own_row)) * row_chunks;
 #pragma unroll 1
-    for (int32_t pull = 0; pull < params.num_pulls; ++pull) {
+    for (int32_t pull = 0; pull < num_pulls; ++pull) {
       const auto* source = reinterpret_cast<const uint4*>(params.pulls[pull].source[source_rank]) +
                            static_cast<uint32_t>(token) * row_chunks;
       auto* pool = reinterpret_cast<uint4*>(params.pulls[pull].pool);
@@ -73,11 +76,13 @@ __device__ __forceinline__ void pull_rows(const PersistentParams& params, const 
       ++num_alone;
       continue;
     }
+    probe.delay(ProbeSite::kAnnouncePull, row);
     __syncwarp();
     __threadfence();  // all lanes' stores, before any lane raises a counter
     if (lane < num_rows) ptx::red_add_relaxed_gpu(&flags.rows_ready[pool_row(plan, own_row) / kBlockRows], 1);
   }
   // Rows that came alone lie in the block of the task.
+  probe.delay(ProbeSite::kAnnouncePull, begin);
   __syncwarp();
   if (lane == 0 && num_alone > 0) {
     ptx::red_add_release_gpu(&flags.rows_ready[pool_row(plan, begin) / kBlockRows], static_cast<uint32_t>(num_alone));

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/launch/forward.hpp"
+#include "cuda/stage/gate_up.cuh"
 #include "cuda/stage/load.cuh"
-#include "cuda/stage/math.cuh"
 
 namespace weft {
 
@@ -58,7 +58,7 @@ struct ForwardBodies {
     return forward_steps(params.plan.shape, head.kind);
   }
   __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
-    const PassFlags& flags = params.flags.banks[head.bank];
+    const PassFlags& flags = params.flags.banks[head.pass % kNumBanks];
     const LayerShape& shape = params.plan.shape;
     const int32_t block = head.m_tile % shape.capacity_blocks;
     if (head.kind == TaskKind::kGateUp) return &flags.mid_ready[block];
@@ -88,19 +88,11 @@ struct ForwardBodies {
                               params.plan.row_weight[virtual_row + lane / 4 + 8]};
 #pragma unroll
     for (int32_t part = 0; part < 2; ++part) {
+      if constexpr (kSaveZ) store_z(store, &params.z_store, head.n_tile, part, first_row, acc);
       const int32_t column = head.n_tile * kGateUpCols + part * kStoreCols;
-      const auto z_of = [&](int32_t first, int32_t j, int32_t half) {
-        const int32_t n = first + 4 * (part * 8 + j) + 2 * half;
-        return ptx::pack_bf16(acc[n], acc[n + 1]);
-      };
-      if constexpr (kSaveZ) {
-        store.store(&params.z_store, column, 0, first_row, [&](int32_t j, int32_t half) { return z_of(0, j, half); });
-        store.store(&params.z_store, column, 1, first_row, [&](int32_t j, int32_t half) { return z_of(64, j, half); });
-      }
       store.store(&params.act_store, column, first_row, 0, [&](int32_t j, int32_t half) {
-        // z rounded once, as backward will read it.
-        const uint32_t g = z_of(0, j, half);
-        const uint32_t u = z_of(64, j, half);
+        const uint32_t g = packed_z(acc, kGateAcc, part, j, half);
+        const uint32_t u = packed_z(acc, kUpAcc, part, j, half);
         const float low = swiglu_approx(ptx::low_bf16(g), ptx::low_bf16(u), params.clamp_limit);
         const float high = swiglu_approx(ptx::high_bf16(g), ptx::high_bf16(u), params.clamp_limit);
         return ptx::pack_bf16(weights[half] * low, weights[half] * high);

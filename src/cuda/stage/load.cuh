@@ -27,6 +27,7 @@ __device__ __forceinline__ void run_load(const Operands& operands, SharedTile& s
     release_task(shared, slot);
     slot.advance();
     if (head.ends()) return;
+    if (head.ends_pass()) continue;
     ptx::fence_proxy_async();  // the inputs were written by ordinary or bulk stores of other SMs
     const int32_t num_steps = operands.num_steps(head);
     const LoadTile tile{head, operands.first_row(head)};

@@ -181,7 +181,8 @@ __device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, 
 }
 
 template <class Bodies>
-__device__ __forceinline__ void run_math(SharedTile& shared, const Bodies& bodies, int32_t warpgroup) {
+__device__ __forceinline__ void run_math(const PersistentParams& params, SharedTile& shared, const Bodies& bodies,
+                                         int32_t warpgroup) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32 % 4);
   StageReader stage(shared);
   DeferredPublish publish;
@@ -193,8 +194,14 @@ __device__ __forceinline__ void run_math(SharedTile& shared, const Bodies& bodie
     const TaskHead head = take_task(shared, slot);
     __syncwarp();
     if (threadIdx.x % 32 == 0) release_task(shared, slot);
-    if (head.ends()) break;
-    if (head.valid_rows > warpgroup * 64) {
+    if (head.local_expert < 0) {
+      publish.publish();
+      if (threadIdx.x % 32 == 0) ptx::bulk_wait();  // stores that no counter announces
+      if (head.ends()) return;
+      if (threadIdx.x % 32 == 0) {
+        ptx::red_add_release_gpu(params.flags.banks[head.pass % kNumBanks].workers_done, 1);
+      }
+    } else if (head.valid_rows > warpgroup * 64) {
       TileStore store(shared.store[warpgroup * 4 + warp]);
       bodies.run(head, warpgroup * 64 + warp * 16, stage, store, publish, acc);
     } else {
@@ -203,8 +210,6 @@ __device__ __forceinline__ void run_math(SharedTile& shared, const Bodies& bodie
     }
     if (head.valid_rows > 0) publish.defer(bodies.counter(head));
   }
-  publish.publish();
-  if (threadIdx.x % 32 == 0) ptx::bulk_wait();  // stores that no counter announces
 }
 
 }  // namespace weft

@@ -6,8 +6,12 @@
 //   2-3     comm        88         out_ready, arrived                    rows_ready; arrived, or a row of the result
 //   4-11    math        208        task_full, stage_full                 stage_empty; mid_ready, out_ready
 //                                                                        and then, without tasks, as comm
+//
+// A launch runs the phases and passes that its parameters name: all, or one phase at a time on the phased path, where
+// every wait inside the rank has been met by the launches before.
 #pragma once
 
+#include "core/status.hpp"
 #include "cuda/stage/comm.cuh"
 #include "cuda/stage/load.cuh"
 #include "cuda/stage/math.cuh"
@@ -29,9 +33,10 @@ __device__ __forceinline__ void init_barriers(SharedTile& shared) {
   ptx::fence_mbarrier_init();
 }
 
-template <class Operands, class Bodies>
+// kSumChunks: pieces a lane that the sums of math warps have in flight.
+template <int32_t kSumChunks, class Operands, class Bodies, class Probe>
 __device__ __forceinline__ void run_roles(const PersistentParams& params, const Operands& operands,
-                                          const Bodies& bodies, Direction direction, bool combine) {
+                                          const Bodies& bodies, Direction direction, bool combine, const Probe& probe) {
   // What the plan's launch found wrong reaches the host with this one. If it ended early there is nothing to run.
   // The fault is written last: the host looks at it first.
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.report->fault != PlanFault::kNone) {
@@ -42,7 +47,7 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     __threadfence_system();
     params.host_report->fault = fault;
   }
-  if (params.state->ready == 0) return;
+  if (params.state->ready == 0 || params.launch.first_pass >= *params.plan.num_passes) return;
   extern __shared__ uint8_t raw_shared[];
   auto& shared = *reinterpret_cast<SharedTile*>((reinterpret_cast<uintptr_t>(raw_shared) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) init_barriers(shared);
@@ -52,41 +57,63 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
   if (warp < 4) {
     ptx::give_registers<88>();
     if (warp == 0) {
-      if (threadIdx.x == 0) run_load(operands, shared, ptx::cluster_rank());
+      if (threadIdx.x == 0) {
+        const typename Probe::Span span = probe.begin(WEFT_TRACE_LOAD);
+        run_load(operands, shared, ptx::cluster_rank());
+        probe.end(span);
+      }
     } else if (warp == 1) {
-      if (ptx::cluster_rank() == 0) run_scheduler(params, shared, direction);
+      if (ptx::cluster_rank() == 0) run_scheduler(params, shared, direction, probe);
     } else {
-      run_comm_passes(params, direction, combine, blockIdx.x == 0 && warp == 2);
+      run_comm_passes(params, direction, combine, blockIdx.x == 0 && warp == 2, probe);
     }
   } else {
     ptx::take_registers<208>();
-    run_math(shared, bodies, warp / 4 - 1);
-    const int32_t last_pass = *params.plan.num_passes - 1;
+    run_math(params, shared, bodies, warp / 4 - 1);
+    const int32_t last_pass = end_pass(params) - 1;
     if (enter_pass(params, last_pass)) {
-      run_comm<4, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass);
+      run_comm<kSumChunks, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass, probe);
     }
   }
   __syncwarp();
   ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers
 }
 
-// Starts one CTA an SM in clusters of two.
-template <class Params>
-cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster{};
+// A launch of one CTA an SM in clusters of two; `cluster` must live as long.
+inline cudaLaunchConfig_t persistent_config(int32_t num_sms, cudaLaunchAttribute& cluster) {
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kClusterCtas, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_sms));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
+  return config;
+}
+
+template <class Params>
+cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config = persistent_config(num_sms, cluster);
+  config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// Loads a kernel; returns how many of its CTAs the current device can hold at once.
+template <class Params>
+int32_t load_persistent(void (*kernel)(Params)) {
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  cudaLaunchAttribute cluster{};
+  const cudaLaunchConfig_t config = persistent_config(kClusterCtas, cluster);
+  int num_clusters = 0;
+  if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config);
+  require(status == cudaSuccess, WEFT_INTERNAL, "cannot load a persistent kernel: ", cudaGetErrorString(status));
+  return num_clusters * static_cast<int32_t>(kClusterCtas);
 }
 
 }  // namespace weft

@@ -5,6 +5,7 @@
 #include "cuda/launch/persistent.hpp"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/stage/probe.cuh"
 #include "cuda/stage/wait.cuh"
 #include "cuda/tile/shared_tile.cuh"
 
@@ -21,10 +22,12 @@ __device__ __forceinline__ void release_task(SharedTile& shared, const RingPosit
 }
 
 // Tiles that raise the counter of a block, times the warps that each raise it once.
+__device__ __forceinline__ uint32_t z_target(const LayerShape& shape) {
+  return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), kGateUpCols) * kMathWarps);
+}
 __device__ __forceinline__ uint32_t mid_target(const LayerShape& shape, Direction direction) {
-  const TaskKind producer = direction == Direction::kForward ? TaskKind::kGateUp : TaskKind::kDownDgrad;
-  const int32_t cols = producer == TaskKind::kGateUp ? kGateUpCols : kTileN;
-  return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), cols) * kMathWarps);
+  if (direction == Direction::kForward) return z_target(shape);
+  return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), kTileN) * kMathWarps);
 }
 __device__ __forceinline__ int32_t part_begin_tile(const LayerShape& shape, int32_t part, int32_t num_parts) {
   return part_begin(ceil_div(static_cast<int32_t>(shape.hidden), kTileN), part, num_parts);
@@ -35,35 +38,50 @@ __device__ __forceinline__ uint32_t out_target(const LayerShape& shape, int32_t 
 }
 
 // Whole warp; true when every input of the task is there.
-__device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Direction direction, const PassFlags& flags,
+__device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Direction direction, int32_t pass,
                                             const MatrixTask& task, int32_t ticket) {
   const Plan& plan = params.plan;
+  const PassFlags& flags = params.flags.banks[pass % kNumBanks];
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const bool needs_rows = task.kind == TaskKind::kGateUp || task.kind == TaskKind::kDownDgrad;
+  // z made again came from rows, dy among them.
+  const bool needs_z = task.kind == TaskKind::kDownDgrad && recomputes(params.recompute, *plan.num_passes);
+  const bool needs_rows = task.kind == TaskKind::kGateUp || (task.kind == TaskKind::kDownDgrad && !needs_z);
+  const uint32_t* counters = needs_rows ? flags.rows_ready : needs_z ? flags.z_ready : flags.mid_ready;
+  const uint32_t target = needs_rows ? uint32_t{kBlockRows}
+                          : needs_z  ? z_target(plan.shape)
+                                     : mid_target(plan.shape, direction);
+  const FlagKind flag = needs_rows ? FlagKind::kRowsReady : needs_z ? FlagKind::kZReady : FlagKind::kMidReady;
   int32_t begin = task.m_tile;
   int32_t end = task.m_tile + (task.pair == TilePair::kRows ? 2 : 1);
   if (is_wgrad(task.kind)) {
-    begin = plan.expert_block_begin[task.local_expert];
-    end = plan.expert_block_begin[task.local_expert + 1];
+    const int32_t window_begin = pass * plan.shape.capacity_blocks;
+    begin = max_of(plan.expert_block_begin[task.local_expert], window_begin);
+    end = min_of(plan.expert_block_begin[task.local_expert + 1], window_begin + plan.shape.capacity_blocks);
   }
   bool ready = true;
   for (int32_t block = begin + lane; block < end && ready; block += 32) {
     const int32_t physical = block % plan.shape.capacity_blocks;
     const WaitSite site{WaitTask{static_cast<int32_t>(WaitTask::kGateUp) + static_cast<int32_t>(task.kind)}, ticket,
-                        needs_rows ? FlagKind::kRowsReady : FlagKind::kMidReady, physical, -1};
-    ready = needs_rows ? wait_counter(params, &flags.rows_ready[physical], kBlockRows, site)
-                       : wait_counter(params, &flags.mid_ready[physical], mid_target(plan.shape, direction), site);
+                        flag, physical, -1};
+    ready = wait_counter(params, &counters[physical], target, site);
   }
   return __all_sync(~0U, ready);
 }
 
+static_assert(kMostPasses <= 1 << 16, "a TaskHead counts passes in 16 bits");
+
 // What CTA `cta` does of a task.
 __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& task, int32_t pass, int32_t cta) {
-  TaskHead head{
-      task.kind,   0,          task.pair != TilePair::kCols, static_cast<uint8_t>(pass % kNumBanks), task.local_expert,
-      task.m_tile, task.n_tile};
+  TaskHead head{task.kind,
+                0,
+                task.pair != TilePair::kCols,
+                task.local_expert,
+                task.m_tile,
+                static_cast<int16_t>(task.n_tile),
+                static_cast<uint16_t>(pass)};
   if (cta == 1 && task.pair == TilePair::kNone) return head;
-  if (cta == 1) (task.pair == TilePair::kRows ? head.m_tile : head.n_tile) += 1;
+  if (cta == 1 && task.pair == TilePair::kRows) ++head.m_tile;
+  if (cta == 1 && task.pair == TilePair::kCols) ++head.n_tile;
   if (!is_wgrad(task.kind)) {
     head.valid_rows = static_cast<uint8_t>(valid_rows_of_block(plan, task.local_expert, head.m_tile));
     return head;
@@ -74,6 +92,11 @@ __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& 
   const int32_t tile = down ? head.m_tile : head.m_tile % ceil_div(rows, kBlockRows);
   head.valid_rows = static_cast<uint8_t>(min_of(kBlockRows, rows - tile * kBlockRows));
   return head;
+}
+
+// One behind the last pass of this launch.
+__device__ __forceinline__ int32_t end_pass(const PersistentParams& params) {
+  return min_of(*params.plan.num_passes, params.launch.end_pass);
 }
 
 // Whole warp; true when pass `pass` is open to this rank's workers.
@@ -88,27 +111,32 @@ __device__ __forceinline__ bool enter_pass(const PersistentParams& params, int32
 }
 
 // One warp of the first CTA of a cluster.
-__device__ inline void run_scheduler(const PersistentParams& params, SharedTile& shared, Direction direction) {
-  const int32_t num_passes = *params.plan.num_passes;
+template <class Probe>
+__device__ __forceinline__ void run_scheduler(const PersistentParams& params, SharedTile& shared, Direction direction,
+                                              const Probe& probe) {
+  const int32_t num_passes = end_pass(params);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   RingPosition<kTaskSlots> slot;
-  int32_t pass = 0;
+  int32_t pass = params.launch.first_pass;
+  int32_t ticket = 0;
+  bool is_open = enter_pass(params, pass);
   for (;;) {
-    const PassFlags& flags = params.flags.banks[pass % kNumBanks];
-    const int32_t first_task = params.table.pass_begin[pass];
-    int32_t ticket = 0;
-    if (lane == 0) ticket = static_cast<int32_t>(ptx::atom_add_relaxed_gpu(flags.matrix_ticket, 1));
-    ticket = __shfl_sync(~0U, ticket, 0);
     TaskHead head{};
-    head.local_expert = -1;
-    if (ticket < params.table.pass_begin[pass + 1] - first_task) {
-      const MatrixTask task = params.table.tasks[first_task + ticket];
-      if (wait_inputs(params, direction, flags, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
-    } else if (pass + 1 < num_passes) {
-      if (lane == 0) ptx::red_add_release_gpu(flags.workers_done, 1);
-      if (enter_pass(params, pass + 1)) {
-        ++pass;
-        continue;
+    head.local_expert = TaskHead::kNoMoreTasks;
+    if (is_open) {
+      const int32_t first_task = params.table.pass_begin[pass];
+      probe.delay(ProbeSite::kTakeTask, ticket);
+      if (lane == 0) {
+        ticket = static_cast<int32_t>(ptx::atom_add_relaxed_gpu(params.flags.banks[pass % kNumBanks].matrix_ticket, 1));
+      }
+      ticket = __shfl_sync(~0U, ticket, 0);
+      if (ticket < params.table.pass_begin[pass + 1] - first_task) {
+        const MatrixTask task = params.table.tasks[first_task + ticket];
+        if ((matrix_phase(task.kind) & params.launch.phases) == 0) continue;
+        if (wait_inputs(params, direction, pass, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
+      } else if (pass + 1 < num_passes) {
+        head.local_expert = TaskHead::kPassEnds;
+        head.pass = static_cast<uint16_t>(pass);
       }
     }
     ptx::mbarrier_wait(&shared.task_empty[slot.index], slot.phase ^ 1);
@@ -120,6 +148,7 @@ __device__ inline void run_scheduler(const PersistentParams& params, SharedTile&
     }
     slot.advance();
     if (__all_sync(~0U, head.ends())) return;
+    if (head.ends_pass()) is_open = enter_pass(params, ++pass);
   }
 }
 

@@ -27,13 +27,16 @@ inline constexpr int32_t kBytesB = kTileN * kTileK * 2;
 struct alignas(16) TaskHead {
   TaskKind kind;
   uint8_t valid_rows;    // of the tile; 0: the CTA has only to keep step
-  uint8_t shares_b : 1;  // both CTAs' tiles take the same B, each CTA brings half of it to both
-  uint8_t bank : 1;      // of the counters of the pass
-  int32_t local_expert;  // -1: no more tasks
+  bool shares_b;         // both CTAs' tiles take the same B, each CTA brings half of it to both
+  int32_t local_expert;  // or one of the two below
   int32_t m_tile;
-  int32_t n_tile;
+  int16_t n_tile;
+  uint16_t pass;
 
-  __device__ __forceinline__ bool ends() const { return local_expert < 0; }
+  static constexpr int32_t kNoMoreTasks = -1;
+  static constexpr int32_t kPassEnds = -2;  // there is another pass
+  __device__ __forceinline__ bool ends() const { return local_expert == kNoMoreTasks; }
+  __device__ __forceinline__ bool ends_pass() const { return local_expert == kPassEnds; }
 };
 static_assert(sizeof(TaskHead) == sizeof(uint4));
 

@@ -1,0 +1,16 @@
+// The kernels with a probe, which launch_forward and launch_backward start where parameters ask for one.
+#pragma once
+
+#include "cuda/launch/backward.hpp"
+#include "cuda/launch/forward.hpp"
+
+namespace weft {
+
+// Loads the kernels now, as load_forward does.
+void load_probed_forward();
+void load_probed_backward();
+
+void launch_probed_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream);
+void launch_probed_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream);
+
+}  // namespace weft

@@ -1,0 +1,98 @@
+// What the host makes for a launch on a GPU: the words of what a device reports, and the layout of the workspace.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/launch/fault.hpp"
+#include "cuda/launch/workspace.hpp"
+
+namespace weft {
+namespace {
+
+constexpr LayerShape kShape{2048, 768, 128, 8, 8, 3, 16384, 1296};
+
+std::string disagreement(const Call& own, const Call& peer) {
+  PlanReport report{};
+  report.fault = PlanFault::kDisagreement;
+  report.own_call = own;
+  report.rank = 5;
+  report.value = encode_call(peer);
+  const std::string text = describe(report, kShape);
+  return text.substr(0, text.find(';'));
+}
+
+TEST(Fault, ADisagreementNamesWhatBothRan) {
+  constexpr uint32_t kLayer = 0xABCDEF12;
+  const Call forward{CallKind::kForward, kLayer};
+  const Call backward{CallKind::kBackward, kLayer << 2 | 3};
+  EXPECT_EQ(disagreement(forward, backward), "ranks disagree: rank 3 ran a forward, rank 5 a backward");
+  EXPECT_EQ(disagreement(backward, forward), "ranks disagree: rank 3 ran a backward, rank 5 a forward");
+  EXPECT_EQ(disagreement(forward, {CallKind::kForward, 1}),
+            "ranks disagree: rank 3 ran a forward, rank 5 one of another layer");
+  EXPECT_EQ(disagreement(backward, {CallKind::kBackward, 1 << 2 | 3}),
+            "ranks disagree: rank 3 ran a backward, rank 5 one of another layer");
+  EXPECT_EQ(disagreement(backward, {CallKind::kBackward, kLayer << 2 | 1}),
+            "ranks disagree: rank 3 ran a backward, rank 5 one for other gradients (dx, dtopk_weights)");
+  EXPECT_EQ(disagreement(backward, {CallKind::kNextPass, 0}),
+            "ranks disagree: rank 3 ran a backward, rank 5 something else");
+}
+
+TEST(Fault, InputsAreNamedByRankAndPlace) {
+  PlanReport report{};
+  report.rank = 5;
+  report.fault = PlanFault::kNumTokens;
+  report.value = 20000;
+  EXPECT_EQ(describe(report, kShape).find("rank 5 brought 20000 tokens; allowed: 0 to max_tokens = 16384;"), 0U);
+  report.fault = PlanFault::kIndex;
+  report.token = 7;
+  report.slot = 1;
+  report.value = 128;
+  EXPECT_EQ(describe(report, kShape).find("topk_idx of rank 5 at token 7, slot 1 is 128; allowed: 0 to 127, or -1"),
+            0U);
+}
+
+Workspace carve_at_some_place(const LayerShape& shape, Direction direction) {
+  Carver carver(reinterpret_cast<void*>(uintptr_t{1} << 40));  // nothing is read or written there
+  return carve_workspace(carver, shape, direction);
+}
+int64_t bytes_of(const LayerShape& shape, Direction direction) {
+  Carver carver;
+  carve_workspace(carver, shape, direction);
+  return carver.used();
+}
+
+// A backward finds a forward's rows where the forward has put them.
+TEST(Workspace, OfABackwardBeginsWithThatOfAForward) {
+  const Workspace forward = carve_at_some_place(kShape, Direction::kForward);
+  const Workspace backward = carve_at_some_place(kShape, Direction::kBackward);
+  EXPECT_EQ(forward.x, backward.x);
+  EXPECT_EQ(forward.act, backward.act);
+  EXPECT_EQ(forward.rows, backward.rows);
+  EXPECT_EQ(forward.token_sum, backward.token_sum);
+  const auto end = reinterpret_cast<uintptr_t>(backward.backward_table.tasks);
+  EXPECT_EQ(end, (uintptr_t{1} << 40) + static_cast<uintptr_t>(bytes_of(kShape, Direction::kForward)));
+}
+
+// The formulas of docs/guide.md; the rest is the table of tasks.
+TEST(Workspace, TakesTheBytesThatTheGuideSays) {
+  const int64_t rows = kShape.capacity_rows();
+  const int64_t hidden = kShape.hidden;
+  const int64_t intermediate = kShape.intermediate;
+  LayerShape one_pass = kShape;
+  one_pass.capacity_blocks = static_cast<int32_t>(kShape.max_blocks());
+  const auto table_bytes = [](const LayerShape& shape) {
+    Carver carver;
+    carve_task_table(carver, shape, backward_choice(kWholeBackward));
+    return carver.used();
+  };
+  const auto extra = [&](const LayerShape& shape) {
+    return bytes_of(shape, Direction::kBackward) - bytes_of(shape, Direction::kForward) - table_bytes(shape);
+  };
+  const int64_t carried = 24 * intermediate * hidden;
+  EXPECT_EQ(extra(kShape), rows * (2 * hidden + 4 * intermediate + 4 * 3) + carried);
+  EXPECT_EQ(extra(one_pass), one_pass.capacity_rows() * (2 * hidden + 4 * intermediate + 4 * 3));
+}
+
+}  // namespace
+}  // namespace weft
