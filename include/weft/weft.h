@@ -66,7 +66,7 @@ typedef enum weft_dtype { WEFT_DTYPE_FP64 = 0, WEFT_DTYPE_FP32 = 1, WEFT_DTYPE_B
 
 /* What a forward keeps for its backward. */
 typedef enum weft_save {
-  WEFT_SAVE_GATE_UP = 0, /* z of every routed row in the caller's `saved` buffer */
+  WEFT_SAVE_GATE_UP = 0, /* z of the routed rows of one pass in the caller's `saved` buffer */
   WEFT_SAVE_INPUTS = 1   /* nothing: backward pulls x again and recomputes z, unless the workspace still has both */
 } weft_save;
 

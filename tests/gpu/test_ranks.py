@@ -132,6 +132,16 @@ class Ranks:
             leaves[2].grad_dtype = leaves[3].grad_dtype = options["grad_dtype"]
         return leaves
 
+    def num_passes(self, max_tokens: int) -> int:
+        """Passes over a pool of the default capacity, as weft.h has it."""
+        blocks = [
+            -(-int((self.whole.topk_idx == e).sum()) // 128) for e in range(self.whole.num_experts)
+        ]
+        local = len(blocks) // len(self.tokens)
+        of_rank = [sum(blocks[e : e + local]) for e in range(0, len(blocks), local)]
+        capacity = -(-max_tokens * self.whole.topk_idx.shape[1] * 5 // (4 * 128)) + local
+        return max(1, -(-max(of_rank) // capacity))
+
     def check_gradients(self, grads: dict[str, list[Tensor]]) -> None:
         """As near to fp64 as twice an unfused layer."""
         self.whole.assert_close({name: torch.cat(parts) for name, parts in grads.items()})
@@ -287,11 +297,12 @@ def test_wanted_gradients_and_their_dtypes(passes: bool) -> None:
 def _passes(_) -> None:
     """More rows than the capacity, so that an expert's weight gradient is summed over passes: over
     two, of experts in a row, and over five of one expert."""
-    for ep_size, tokens in ((4, [384, 100, 384, 200]), (8, [384] * 8)):
+    for ep_size, tokens, num_passes in ((4, [384, 100, 384, 200], 2), (8, [384] * 8, 5)):
         small = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=384)
         large = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=8192)
         for name in ("to_first_rank", "all_to_one_expert"):
             ranks = Ranks(tokens, route=ALL_ROUTES[name])
+            assert ranks.num_passes(384) == num_passes
             ranks.check(ranks.run(small))
             grads = ranks.gradients(small)
             ranks.check_gradients(grads)
@@ -449,15 +460,26 @@ def test_two_processes_on_one_gpu() -> None:
     run_ranks(_process, 2, 1, timeout_s=TIMEOUT_S)
 
 
+def _shared_problems(size: int) -> dict[str, Ranks]:
+    """Problems of so many ranks, the last of which takes two passes."""
+    tokens = [512, 333, 0, 77][:size]
+    problems = {
+        name: Ranks(tokens, route=ALL_ROUTES[name])
+        for name in ("random", "masked", "to_first_rank")
+    }
+    one_expert = dict(num_experts=size, top_k=1, route=_to_first_rank)
+    return problems | {"two_passes": Ranks(tokens, **one_expert)}
+
+
 def _process_backward(rank: int, devices: int) -> dict[str, dict[str, Tensor]]:
     torch.cuda.set_device(rank % devices)
     group = weft.ep_group(dist.group.WORLD, device="cuda", max_tokens=512)
     size = dist.get_world_size()
     device = f"cuda:{rank % devices}"
     results = {}
-    for name in ("random", "masked", "to_first_rank"):
-        with torch.cuda.device(0):  # the inputs, the same on all ranks
-            ranks = Ranks([512, 333, 0, 77][:size], route=ALL_ROUTES[name])
+    with torch.cuda.device(0):  # the inputs, the same on all ranks
+        problems = _shared_problems(size)
+    for name, ranks in problems.items():
         grads = ranks.rank_gradients(group, rank, device)
         for save in ("gate_up", "inputs"):
             again = ranks.rank_gradients(group, rank, device, save=save)
@@ -475,8 +497,8 @@ def _check_processes(num_ranks: int, devices: int) -> None:
 
 def _equals_virtual(_, results: list[dict[str, dict[str, Tensor]]]) -> None:
     group = weft.virtual_ep_group(len(results), device="cuda", max_tokens=512)
-    for name in results[0]:
-        ranks = Ranks([512, 333, 0, 77][: len(results)], route=ALL_ROUTES[name])
+    for name, ranks in _shared_problems(len(results)).items():
+        assert ranks.num_passes(512) == 2 or name != "two_passes"
         grads = ranks.gradients(group)
         ranks.check_gradients(grads)
         actual = {which: [result[name][which].to("cuda") for result in results] for which in grads}
@@ -547,16 +569,21 @@ def test_captured_graphs_replay_and_one_that_replays_alone_stalls() -> None:
 
 def _training_graph(rank: int) -> None:
     group = weft.ep_group(dist.group.WORLD, device="cuda", max_tokens=512)
-    problems = [Ranks([300, 512], seed=1), Ranks([300, 512], seed=2, route=_to_first_rank)]
+    sizes = dict(num_experts=2, top_k=1)
+    problems = [  # of one pass and of two
+        Ranks([300, 512], seed=1, **sizes),
+        Ranks([300, 512], seed=2, route=_to_first_rank, **sizes),
+    ]
     expected = [problem.rank_gradients(group, rank) for problem in problems]
     torch.cuda.synchronize()
+    assert [problem.num_passes(512) for problem in problems] == [1, 2]
     first = problems[0]
     leaves = first.leaves(rank, GRADIENTS, {})
     idx, dy = first.topk_idx[rank].int(), first.dy[rank].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x, weights, gate_up, down = leaves
-        y = weft.moe(x, idx, weights, gate_up, down, group=group, num_experts=16)
+        y = weft.moe(x, idx, weights, gate_up, down, group=group, num_experts=2)
         grads = torch.autograd.grad(y, leaves, dy)
     for problem, wanted in zip(problems, expected, strict=True):
         with torch.no_grad():

@@ -2,9 +2,10 @@
 //
 //   warps   role        registers  waits for                             raises
 //   0       load        88         task_full, stage_empty                stage_full
-//   1       scheduler   88         rows_ready, mid_ready, task_empty     task_full (first CTA of the cluster only)
+//   1       scheduler   88         rows_ready, z_ready, mid_ready,       task_full (first CTA of the cluster only)
+//                                  task_empty
 //   2-3     comm        88         out_ready, arrived                    rows_ready; arrived, or a row of the result
-//   4-11    math        208        task_full, stage_full                 stage_empty; mid_ready, out_ready
+//   4-11    math        208        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready
 //                                                                        and then, without tasks, as comm
 //
 // A launch runs the phases and passes that its parameters name: all, or one phase at a time on the phased path, where
