@@ -17,9 +17,11 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .attention import attention_kernel
 from .config import Config, load_config
+from .ranks import join_ranks
 from .report import largest_difference, progress, write_report
-from .trainer import Run, check_machine, join_ranks, train
+from .trainer import Run, check_machine, train
 
 _USAGE_ERROR = 2
 
@@ -59,6 +61,8 @@ def run(config: Config) -> int:
     """
     with join_ranks(config) as ranks:
         console = Console(quiet=ranks.rank != 0, soft_wrap=True)
+        if ranks.rank == 0:
+            console.print(f"attention: {attention_kernel(config, ranks.device)}")
         runs = []
         for dispatch in config.trainer.dispatches:
             with progress(console, dispatch.label, config.trainer) as on_step:
@@ -104,7 +108,7 @@ def _launch(config: Config, num_ranks: int) -> int:
 
 
 def _run_rank(config: Config, num_ranks: int) -> int:
-    if config.trainer.device == "cpu":
+    if config.trainer.device_type == "cpu":
         # Ranks that each took all cores would slow one another down many times over.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     return run(config)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .dispatch import check_dispatch
 
 DTYPES = ("fp32", "bf16")
@@ -82,6 +84,22 @@ PRESETS = {
 }
 
 
+# What a preset changes of the defaults below, as tables that lie under a file's own. The published
+# sizes are trained as on GPUs: long sequences, one a rank, nothing kept of a layer but its input.
+_FULL_SIZE = {
+    "trainer": {
+        "dtype": "bf16",
+        "checkpoint_activations": True,
+        "optimizer": {"learning_rate": 1e-4},
+    },
+    "data": {"batch_size": 1, "sequence_length": 16384},
+}
+PRESET_TABLES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _FULL_SIZE,
+    "qwen3-235b-a22b": _FULL_SIZE,
+}
+
+
 def _option(
     default: Any = dataclasses.MISSING,
     *,
@@ -130,6 +148,9 @@ class ModelConfig:
     num_kv_heads: int | None = _option(None, minimum=1)
     head_dim: int | None = _option(None, minimum=1)
     vocab_size: int | None = _option(None, minimum=NUM_BYTES)
+    # A Hugging Face checkpoint folder to start from, instead of random weights. It may have more
+    # layers; all its other sizes must be the model's.
+    weights: str | None = None
     moe: MoeConfig = MoeConfig()
 
     def __post_init__(self) -> None:
@@ -173,7 +194,8 @@ class CompareConfig:
     """[trainer.compare]: train a second time, from the same seed, with another dispatch.
 
     The two runs agree when no step's losses differ by more than `tolerance`, relative to the
-    second run's loss. Without `precision` the second run takes that of the first.
+    second run's loss. Without `precision` the second run takes that of the first. A tolerance of 0
+    asks for the same bits, and only then may the second run be a repetition of the first.
 
     Two sound dispatches round differently. In fp32 that shows in the last digits, and now and then
     it sends a token to another expert. In bf16 it is coarser to begin with, and training amplifies
@@ -181,8 +203,24 @@ class CompareConfig:
     """
 
     type: str
-    tolerance: float = _option(above=0)
+    tolerance: float = _option(minimum=0)
     precision: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """[trainer.checkpoint]: the state of a run on disk; resumed, it goes on as if uninterrupted.
+
+    A run with another `trainer.ep`, model or dispatch cannot resume it; one with another number of
+    replicas can.
+    """
+
+    # Where folders step-N are written; without it, nothing is.
+    folder: str | None = None
+    # Steps between two of them. The last step is always written.
+    every: int = _option(100, minimum=1)
+    # A folder step-N to go on from.
+    resume: str | None = None
 
 
 @dataclass(frozen=True)
@@ -194,10 +232,20 @@ class TrainerConfig:
     num_ranks: int | None = _option(None, minimum=1)
     # Ranks that share the experts; it divides the number of ranks.
     ep: int = _option(1, minimum=1)
-    device: str = _option("cpu", choices=DEVICES)
-    # Compute type of everything outside the experts; parameters and AdamW's state are fp32.
+    # Without it, "cuda" where torch sees a device.
+    device: str | None = _option(None, choices=DEVICES)
+    # Compute type of everything outside the experts, whose own is the dispatch's.
     dtype: str = _option("fp32", choices=DTYPES)
+    # Type of the parameters, their gradients and AdamW's two moments between steps. "fp32" keeps
+    # master weights, which each rank's shard is cast from for a step: 16 bytes a parameter. "bf16"
+    # keeps none: 8 bytes, and updates below 2^-9 of a weight are lost.
+    param_dtype: str = _option("fp32", choices=DTYPES)
+    # Keep of each layer only its input, and compute the layer again in the backward.
     checkpoint_activations: bool = False
+    # Compile attention's glue (norms, rotary embedding) with torch.compile.
+    compile: bool = False
+    # The same bits in every run, also on CUDA, where the fastest attention has no fixed order.
+    deterministic: bool = False
     seed: int = _option(0, minimum=0)
     # Steps between two lines of progress.
     log_every: int = _option(10, minimum=1)
@@ -206,6 +254,19 @@ class TrainerConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     model: ModelConfig = ModelConfig()
     compare: CompareConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def __post_init__(self) -> None:
+        if self.param_dtype == "bf16" and self.dtype == "fp32":
+            raise ValueError(
+                "param_dtype = 'bf16' with dtype = 'fp32' would compute in fp32 on weights that are "
+                "rounded to bf16: choose dtype = 'bf16', or param_dtype = 'fp32'"
+            )
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def dispatches(self) -> list[DispatchConfig]:
@@ -253,10 +314,17 @@ class Config:
             dispatches = trainer.dispatches
         except ValueError as error:
             raise ConfigError(f"[trainer.compare] {error}") from error
-        if len(dispatches) == 2 and dispatches[0] == dispatches[1]:
+        compare = trainer.compare
+        if compare and compare.tolerance > 0 and dispatches[0] == dispatches[1]:
             raise ConfigError(
                 f"[trainer.compare] would repeat the run {dispatches[0].label!r}: choose another "
-                "type or precision than [trainer.model.moe.dispatch], or leave the table out"
+                "type or precision than [trainer.model.moe.dispatch], tolerance = 0 to ask for the "
+                "same bits twice, or leave the table out"
+            )
+        if compare and (trainer.checkpoint.folder or trainer.checkpoint.resume):
+            raise ConfigError(
+                "[trainer.checkpoint] with [trainer.compare]: the two runs would share one folder; "
+                "leave one of the tables out"
             )
 
     def check_world(self, num_ranks: int) -> None:
@@ -316,7 +384,14 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: as `load_config`.
     """
-    return _parse(Config, tables, "")
+    return _parse(Config, _merged(_preset_tables(tables), tables), "")
+
+
+def _preset_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preset of a file changes of the defaults; {} where there is none to be found."""
+    for key in ("trainer", "model", "preset"):
+        tables = tables.get(key) if isinstance(tables, Mapping) else None
+    return PRESET_TABLES.get(tables, {}) if isinstance(tables, str) else {}
 
 
 def _merged(base: Any, over: Any) -> Any:
