@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_ranks
+from training import one_thread
 from weft_moe.train.cli import main
 from weft_moe.train.config import parse_config
 from weft_moe.train.ranks import join_ranks
@@ -44,7 +45,7 @@ def make_config(**trainer):
 
 
 def losses(config):
-    with join_ranks(config) as ranks:
+    with one_thread(), join_ranks(config) as ranks:
         return train(config, config.trainer.dispatches[0], ranks).losses
 
 

@@ -21,7 +21,7 @@ from .attention import attention_kernel
 from .config import Config, load_config
 from .ranks import join_ranks
 from .report import largest_difference, progress, write_report
-from .trainer import Run, check_machine, train
+from .trainer import Run, check_machine, free_memory, make_output, train
 
 _USAGE_ERROR = 2
 
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         num_ranks = _num_started_ranks() or config.trainer.num_ranks or config.trainer.ep
         config.check_world(num_ranks)
         check_machine(config)
+        make_output(config)
     except (ValueError, ImportError) as error:
         # ImportError: a dispatch that needs the compiled ops, on a machine without them.
         print(f"weft-train: {error}", file=sys.stderr)
@@ -67,6 +68,7 @@ def run(config: Config) -> int:
         for dispatch in config.trainer.dispatches:
             with progress(console, dispatch.label, config.trainer) as on_step:
                 runs.append(train(config, dispatch, ranks, on_step))
+            free_memory(ranks.device)
         if ranks.rank == 0:
             write_report(console, runs, Path(config.trainer.output))
         compare = config.trainer.compare

@@ -217,8 +217,11 @@ class MegaMoeDispatch:
 
         self.dtype = layer.dtype
         self._moe = weft_moe.moe
-        group = layer.process_group
-        self._group = None if group is None else weft_moe.ep_group(group, device=layer.device)
+        if layer.process_group is None:
+            # Not group=None, whose workspace would outlive the model.
+            self._group = weft_moe.virtual_ep_group(1, device=layer.device)
+        else:
+            self._group = weft_moe.ep_group(layer.process_group, device=layer.device)
         self._num_experts = layer.num_experts
         self._precision = layer.precision
         self._save = layer.save

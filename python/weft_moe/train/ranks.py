@@ -65,14 +65,14 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     starts_group = not dist.is_initialized()
     if starts_group:
-        # Also for one rank: sharding, its mesh and checkpoints are of a group.
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        options = {} if "RANK" in os.environ else alone
-        if device.type == "cuda":
-            options["device_id"] = device
-        # Checkpoints exchange tensors that are on the host.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, **options)
+        if "RANK" not in os.environ:
+            # Sharding, its mesh and checkpoints want a group also of one rank, which sends nothing.
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        elif device.type == "cuda":
+            # Checkpoints are planned by messages that are on the host.
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
     try:
         num_ranks, ep = dist.get_world_size(), config.trainer.ep
         config.check_world(num_ranks)

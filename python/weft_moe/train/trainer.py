@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import tempfile
@@ -45,11 +46,9 @@ class Run:
 
 def check_machine(config: Config) -> None:
     """Find out before any rank starts whether this machine has what a configuration asks for.
-    Makes the output folder.
 
     Raises:
-        ConfigError: no such device, fewer of them than ranks, or less memory than the model needs;
-            the output cannot be written.
+        ConfigError: no such device, fewer of them than ranks, or less memory than the model needs.
         ValueError: a dispatch cannot run on the device, or the text is missing, unreadable, empty
             or short, or the weights are no checkpoint.
         ImportError: a dispatch needs the compiled ops, which were not built.
@@ -72,6 +71,15 @@ def check_machine(config: Config) -> None:
     Batches(config.data, trainer.seed, rank=0, num_ranks=1)
     if trainer.model.weights is not None:
         CheckpointFolder(trainer.model.weights)
+
+
+def make_output(config: Config) -> None:
+    """Make the output folder.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    trainer = config.trainer
     folder = Path(trainer.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,6 +260,13 @@ def train(
     tokens_per_step = config.data.batch_size * config.data.sequence_length
     rate = tokens_per_step * (len(warm) - 1) / (warm[-1] - warm[0])
     return Run(dispatch.label, losses, times[-1] - times[0], rate, first_step)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a `Trainer` held that is no longer referred to."""
+    gc.collect()  # modules and their hooks refer to one another
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
