@@ -8,6 +8,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from training import make_config, rank_losses, run
+from weft_moe.train.cli import main
 
 
 def saving(folder: Path, **trainer):
@@ -113,3 +114,13 @@ def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 def test_another_run_cannot_resume(saved, options, words):
     with pytest.raises(ValueError, match=words):
         run(resuming(saved[0] / "step-2", **options))
+
+
+def test_the_console_script_tells_what_it_cannot_resume(tmp_path, capsys):
+    config = tmp_path / "config.toml"
+    config.write_text(f"[trainer]\nsteps = 1\ndevice = 'cpu'\noutput = '{tmp_path}'\n")
+    resume = f"trainer.checkpoint.resume = '{tmp_path}'"
+    assert main([str(config), "--set", resume]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("weft-train: [trainer.checkpoint] resume = ")
+    assert "is no complete checkpoint (manifest.json: " in error

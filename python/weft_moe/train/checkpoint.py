@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ..huggingface import expert_parameters
+from .config import ConfigError
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -68,7 +69,7 @@ def load_checkpoint(trainer: Trainer, folder: str) -> int:
         The number of steps done.
 
     Raises:
-        ValueError: it is no checkpoint, or of another model or `ep`, or a file of it is missing or
+        ConfigError: it is no checkpoint, or of another model or `ep`, or a file of it is missing or
             damaged. The trainer and the folder are as before.
     """
     path = Path(folder)
@@ -77,13 +78,13 @@ def load_checkpoint(trainer: Trainer, folder: str) -> int:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         step, files = int(manifest["step"]), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"{title} is no complete checkpoint ({_MANIFEST}: {error}): name a folder step-N that "
             "this trainer wrote"
         ) from error
     for key, value in _identity(trainer).items():
         if manifest.get(key) != value:
-            raise ValueError(
+            raise ConfigError(
                 f"{title} was written with {key} = {manifest.get(key)}, this run has {key} = "
                 f"{value}: resume with what it was written with"
             )
@@ -94,7 +95,9 @@ def load_checkpoint(trainer: Trainer, folder: str) -> int:
         if found.get(name) != digest
     ]
     if faults:
-        raise ValueError(f"{title} cannot be used: {', '.join(faults)}. Resume from another folder")
+        raise ConfigError(
+            f"{title} cannot be used: {', '.join(faults)}. Resume from another folder"
+        )
     _make_optimizer_state(trainer)
     dcp.load(_state(trainer), checkpoint_id=path)
     return step

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .attention import attention_kernel
-from .config import Config, load_config
+from .config import Config, ConfigError, load_config
 from .ranks import join_ranks
 from .report import largest_difference, progress, write_report
 from .trainer import Run, check_machine, free_memory, make_output, train
@@ -50,9 +50,13 @@ def main(argv: list[str] | None = None) -> int:
         # ImportError: a dispatch that needs the compiled ops, on a machine without them.
         print(f"weft-train: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    if _num_started_ranks() or num_ranks == 1:
+    if num_ranks > 1 and not _num_started_ranks():
+        return _launch(config, num_ranks)
+    try:
         return run(config)
-    return _launch(config, num_ranks)
+    except ConfigError as error:  # of weights or a checkpoint, which are not read before
+        print(f"weft-train: {error}", file=sys.stderr)
+        return _USAGE_ERROR
 
 
 def run(config: Config) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .config import ConfigError
+
 # Faults that an error lists before it only counts them.
 _MOST_LISTED = 10
 
@@ -24,11 +26,11 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: str) -> None:
-        """Raises ValueError: no such folder, no safetensors in it, or a file that is none."""
+        """Raises ConfigError: no such folder, no safetensors in it, or a file that is none."""
         self.folder = folder
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
-            raise ValueError(
+            raise ConfigError(
                 f"trainer.model.weights = {folder!r} holds no *.safetensors: name a folder that a "
                 "Hugging Face checkpoint was downloaded or saved into"
             )
@@ -37,7 +39,7 @@ class CheckpointFolder:
             try:
                 stream = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(
+                raise ConfigError(
                     f"{file} cannot be read as safetensors ({error}): download or save it again"
                 ) from error
             self._files |= dict.fromkeys(stream.keys(), stream)
@@ -49,7 +51,7 @@ class CheckpointFolder:
             shapes: of the parameters, by name.
 
         Raises:
-            ValueError: names what is missing or has another shape.
+            ConfigError: names what is missing or has another shape.
         """
         faults = [
             fault for name, shape in shapes.items() for fault in self._faults(name, tuple(shape))
@@ -57,7 +59,7 @@ class CheckpointFolder:
         if faults:
             more = len(faults) - _MOST_LISTED
             listed = faults[:_MOST_LISTED] + ([f"and {more} more"] if more > 0 else [])
-            raise ValueError(
+            raise ConfigError(
                 f"trainer.model.weights = {self.folder!r} does not fit the model: "
                 f"{'; '.join(listed)}. Choose the checkpoint's own preset and sizes, or download "
                 "what is missing"
