@@ -153,6 +153,11 @@ def test_refused(table, words):
     [
         ({"num_ranks": 2}, 4, r"num_ranks = 2, but 4 ranks were started"),
         ({"ep": 2}, 3, r"ep = 2 does not divide the 3 ranks that were started"),
+        (
+            {"ep": 2, "dp_replicate": 3},
+            4,
+            r"dp_replicate = 3 copies cannot share 4 ranks, in groups of ep = 2, .* divides 2",
+        ),
         ({}, 3, r"batch_size = 8 cannot be shared evenly by 3 ranks: choose a multiple of 3"),
     ],
 )

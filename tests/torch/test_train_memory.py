@@ -46,6 +46,8 @@ def test_the_state_is_what_a_trainer_holds(param_dtype):
 def test_ranks_share_the_state_out():
     config = make_config(ep=2)
     assert estimate(config, 4).state == estimate(config, 1).state // 4
+    copied = make_config(ep=2, dp_replicate=2)
+    assert estimate(copied, 4).state == estimate(config, 1).state // 2
 
 
 def test_more_layers_than_memory_holds_are_refused_with_the_arithmetic(monkeypatch):

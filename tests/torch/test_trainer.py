@@ -72,10 +72,12 @@ def test_checkpointed_activations_change_no_bit(one_rank):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "ep"), [(2, 2), (2, 1), (4, 2)], ids=["shared experts", "replicas", "both"]
+    ("num_ranks", "split"),
+    [(2, {"ep": 2}), (2, {}), (4, {"ep": 2}), (4, {"dp_replicate": 2})],
+    ids=["shared experts", "shards", "both", "copies of shards"],
 )
-def test_any_split_over_ranks_gives_the_losses_of_one(one_rank, num_ranks, ep):
-    results = run_ranks(rank_losses, num_ranks, make_config(ep=ep))
+def test_any_split_over_ranks_gives_the_losses_of_one(one_rank, num_ranks, split):
+    results = run_ranks(rank_losses, num_ranks, make_config(**split))
     assert all(result == results[0] for result in results)
     assert results[0] == pytest.approx(one_rank, rel=1e-5)
 

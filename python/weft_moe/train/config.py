@@ -232,6 +232,9 @@ class TrainerConfig:
     num_ranks: int | None = _option(None, minimum=1)
     # Ranks that share the experts; it divides the number of ranks.
     ep: int = _option(1, minimum=1)
+    # Copies of the sharded model, as in hybrid sharding: 1 shards it over all ranks; the number of
+    # nodes keeps the gathering of weights inside each, and only gradients travel between them.
+    dp_replicate: int = _option(1, minimum=1)
     # Without it, "cuda" where torch sees a device.
     device: str | None = _option(None, choices=DEVICES)
     # Compute type of everything outside the experts, whose own is the dispatch's.
@@ -304,6 +307,8 @@ class Config:
                 f"[trainer] num_ranks = {num_ranks} does not divide into groups of ep = "
                 f"{trainer.ep}: choose an ep that divides num_ranks"
             )
+        if num_ranks % (trainer.ep * trainer.dp_replicate) and trainer.num_ranks is not None:
+            raise ConfigError(_no_copies(trainer, num_ranks))
         num_experts = trainer.model.sizes.num_experts
         if num_experts % trainer.ep:
             raise ConfigError(
@@ -344,11 +349,20 @@ class Config:
                 f"[trainer] ep = {trainer.ep} does not divide the {num_ranks} ranks that were "
                 "started: choose an ep that does"
             )
+        if num_ranks % (trainer.ep * trainer.dp_replicate):
+            raise ConfigError(_no_copies(trainer, num_ranks))
         if self.data.batch_size % num_ranks:
             raise ConfigError(
                 f"[data] batch_size = {self.data.batch_size} cannot be shared evenly by "
                 f"{num_ranks} ranks: choose a multiple of {num_ranks}"
             )
+
+
+def _no_copies(trainer: TrainerConfig, num_ranks: int) -> str:
+    return (
+        f"[trainer] dp_replicate = {trainer.dp_replicate} copies cannot share {num_ranks} ranks, in "
+        f"groups of ep = {trainer.ep}, evenly: choose a number that divides {num_ranks // trainer.ep}"
+    )
 
 
 def load_config(path: str | Path, overrides: Collection[str] = ()) -> Config:

@@ -70,8 +70,9 @@ def estimate(config: Config, num_ranks: int, num_layers: int | None = None) -> M
     head = head_parameters(sizes)
     local_experts = experts // trainer.ep
 
-    # Four of each parameter: itself, its gradient and two moments. All ranks share them out.
-    state = 4 * _BYTES[trainer.param_dtype] * (layers * (experts + rest) + head) // num_ranks
+    # Four of each parameter: itself, its gradient and two moments. The ranks of a copy share them.
+    of_copy = 4 * _BYTES[trainer.param_dtype] * (layers * (experts + rest) + head)
+    state = of_copy * trainer.dp_replicate // num_ranks
     is_sharded = num_ranks > 1 or trainer.param_dtype != trainer.dtype
     # A layer's weights with those gathered ahead, its gradients and their sums in fp32; and the
     # head's weights, which stay.

@@ -1,4 +1,4 @@
-"""This process's place among the ranks: a mesh of replicas by expert-parallel ranks."""
+"""This process's place among the ranks: a mesh of data-parallel by expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Ranks:
 
     Attributes:
         device: of this rank.
-        mesh: all ranks, by "replica" and "ep". The ranks along "ep" share one set of experts and
-            are neighbours, so that they are in one machine; those along "replica" hold the same
-            experts.
-        all: all ranks in one dimension.
+        mesh: all ranks, by "dp_replicate", "dp_shard" and "ep". The ranks along "ep" share one set
+            of experts and are neighbours, so that they are in one machine. The others hold the
+            same experts, in shards along "dp_shard" and as copies along "dp_replicate".
+        dense_mesh: all ranks, by "dp_replicate" and "dp_shard" alone, for what is not experts.
     """
 
     device: torch.device
     mesh: DeviceMesh
-    all: DeviceMesh
+    dense_mesh: DeviceMesh
 
     @property
     def rank(self) -> int:
-        return self.all.get_rank()
+        return self.mesh.get_rank()
 
     @property
     def num_ranks(self) -> int:
-        return self.all.size()
+        return self.mesh.size()
 
     @property
     def ep_rank(self) -> int:
@@ -50,6 +50,17 @@ class Ranks:
     def ep_group(self) -> dist.ProcessGroup | None:
         """The ranks that share this rank's experts; None where it has them all."""
         return self.mesh.get_group("ep") if self.ep_size > 1 else None
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that together hold the model once."""
+        return self.dense_mesh.get_group("dp_shard")
+
+    def fsdp_mesh(self, experts: bool) -> DeviceMesh:
+        """The mesh over which FSDP shards parameters: two dimensions where it also copies them."""
+        mesh = self.mesh if experts else self.dense_mesh
+        copies = mesh["dp_replicate"].size() > 1
+        return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]
 
 
 @contextlib.contextmanager
@@ -74,12 +85,15 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         else:
             dist.init_process_group("gloo")
     try:
-        num_ranks, ep = dist.get_world_size(), config.trainer.ep
+        num_ranks, trainer = dist.get_world_size(), config.trainer
         config.check_world(num_ranks)
+        copies, ep = trainer.dp_replicate, trainer.ep
+        names = ("dp_replicate", "dp_shard", "ep")
+        shards = num_ranks // (copies * ep)
         yield Ranks(
             device,
-            init_device_mesh(device.type, (num_ranks // ep, ep), mesh_dim_names=("replica", "ep")),
-            init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("all",)),
+            init_device_mesh(device.type, (copies, shards, ep), mesh_dim_names=names),
+            init_device_mesh(device.type, (copies, shards * ep), mesh_dim_names=names[:2]),
         )
     finally:
         if starts_group:

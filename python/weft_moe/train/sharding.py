@@ -1,4 +1,5 @@
-"""Data parallelism: parameters in shards over the ranks by FSDP2, experts over their replicas.
+"""Data parallelism: parameters in shards over the ranks by FSDP2, experts over their replicas; and
+with `dp_replicate` copies of such shards.
 
 Gradients. The loss of a step is the mean over all ranks. Parameters outside the experts are alike
 on all ranks, so their gradients are summed over all of them. An expert's gradient already holds the
@@ -23,13 +24,13 @@ def shard_layer(
 ) -> None:
     """Shard a decoder layer's parameters in place, its experts over their replicas and the others
     over all ranks. In a forward they are whole, and in `dtype` and `experts_dtype`."""
-    _shard(layer.mlp.experts, ranks.mesh["replica"], experts_dtype)
-    _shard(layer, ranks.all, dtype)
+    _shard(layer.mlp.experts, ranks.fsdp_mesh(experts=True), experts_dtype)
+    _shard(layer, ranks.fsdp_mesh(experts=False), dtype)
 
 
 def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     """Shard what lies outside the layers, over all ranks. They are sharded before."""
-    _shard(model, ranks.all, dtype)
+    _shard(model, ranks.fsdp_mesh(experts=False), dtype)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -56,7 +57,7 @@ def clip_gradients(parameters: list[nn.Parameter], ranks: Ranks, max_norm: float
         [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in gradients]
     ).sum()
     if ranks.num_ranks > 1:
-        dist.all_reduce(square)  # each element of a gradient is on one rank
+        dist.all_reduce(square, group=ranks.shard_group)  # of its ranks one has each element
     norm = square.sqrt()
     # As torch's clip_grad_norm_, which knows no norm over several meshes.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
