@@ -135,7 +135,7 @@ def test_steps_are_measured_and_written(tmp_path, capsys):
         assert entry["mfu"] is None and entry["peak_gib"] > 0.1
     printed = capsys.readouterr().out
     for words in (
-        "tiny, 1 layers: flash_attention_for_cpu",
+        "tiny, 1 layers, bf16 parameters, flash_attention_for_cpu",
         "tokens/s/GPU",
         "EP 1: step, mega_moe : torch: ",
         "EP 1: decoder layers alone, mega_moe : torch: ",

@@ -108,7 +108,10 @@ def measure_steps(
     config = step_config(case, options)
     with join_ranks(config) as ranks:
         check_machine(config)
-        note(f"{case.preset}, {case.num_layers} layers: {attention_kernel(config, ranks.device)}")
+        note(
+            f"{case.preset}, {case.num_layers} layers, {options.param_dtype} parameters, "
+            f"{attention_kernel(config, ranks.device)}"
+        )
         for dispatch in sorted(config.trainer.dispatches, key=lambda d: BACKENDS.index(d.type)):
             yield _measure(case, options, config, dispatch, ranks)
             free_memory(ranks.device)

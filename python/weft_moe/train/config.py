@@ -215,7 +215,7 @@ class CheckpointConfig:
     replicas can.
     """
 
-    # Where folders step-N are written; without it, nothing is.
+    # Where folders step-N are written, seen by all ranks; without it, nothing is.
     folder: str | None = None
     # Steps between two of them. The last step is always written.
     every: int = _option(100, minimum=1)

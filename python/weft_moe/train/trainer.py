@@ -208,7 +208,7 @@ def _compile(module: nn.Module, is_layer: bool) -> None:
     if is_layer:
         parts = [module.self_attn, module.input_layernorm, module.post_attention_layernorm]
     for part in parts:
-        part.forward = torch.compile(part.forward)
+        part.forward = torch.compile(part.forward, dynamic=False)  # sizes never change
 
 
 def train(
