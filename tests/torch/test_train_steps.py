@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import MODEL, make_config, one_thread, rank_losses, run
+from training import MODEL, make_config, one_thread, run
 from weft_moe.train.ranks import join_ranks
 from weft_moe.train.report import largest_difference, write_losses
 from weft_moe.train.trainer import Trainer
@@ -55,15 +55,6 @@ def test_so_does_a_step_with_sharded_weights():
     config = make_config(checkpoint_activations=True, num_ranks=2)
     for calls in run_ranks(calls_of_a_rank, 2, config):
         assert (calls["forward"], calls["backward"]) == (NUM_LAYERS, NUM_LAYERS)
-
-
-def test_replicas_by_expert_ranks_give_the_losses_of_one_rank():
-    options = {"checkpoint_activations": True}
-    alone = run(make_config(**options)).losses
-    together = run_ranks(rank_losses, 4, make_config(ep=2, **options))
-    assert together == [together[0]] * 4
-    # fp32 sums in another order, and Adam, which divides by small second moments.
-    assert together[0] == pytest.approx(alone, rel=1e-5)
 
 
 def test_early_stop_changes_no_bit():

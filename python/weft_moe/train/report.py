@@ -33,7 +33,7 @@ def progress(
         task = bar.add_task(label, total=trainer.steps)
 
         def on_step(step: int, loss: float) -> None:
-            bar.update(task, advance=1, description=f"{label}  loss {loss:.3f}")
+            bar.update(task, completed=step + 1, description=f"{label}  loss {loss:.3f}")
             if step % trainer.log_every == 0 or step == trainer.steps - 1:
                 console.print(f"{label:<14} step {step:>5}  loss {loss:.4f}")
 

@@ -24,7 +24,7 @@ from .config import Config, ConfigError, DispatchConfig
 from .data import Batches
 from .dispatch import MoeLayer, check_layer, make_dispatch
 from .memory import check_memory
-from .model import build_model
+from .model import CausalLM, build_model
 from .ranks import Ranks
 from .sharding import clip_gradients, shard_layer, shard_model
 from .weights import CheckpointFolder
@@ -155,7 +155,7 @@ class Trainer:
     def _finish(self, module: nn.Module) -> None:
         """Prepare a decoder layer, and at last the model, for training."""
         trainer, dtype = self.config.trainer, _DTYPES[self.config.trainer.dtype]
-        is_layer = not hasattr(module, "lm_head")
+        is_layer = not isinstance(module, CausalLM)
         if trainer.compile:
             _compile(module if is_layer else module.model.norm, is_layer)
         if is_layer and trainer.checkpoint_activations:
