@@ -22,7 +22,7 @@ from .dispatch import check_dispatch
 DTYPES = ("fp32", "bf16")
 DEVICES = ("cpu", "cuda")
 
-# A token is a byte of text.
+# The least vocabulary: a token is a byte of text.
 NUM_BYTES = 256
 
 
@@ -92,7 +92,7 @@ _FULL_SIZE = {
         "checkpoint_activations": True,
         "optimizer": {"learning_rate": 1e-4},
     },
-    "data": {"batch_size": 1, "sequence_length": 16384},
+    "data": {"batch_size": 1, "sequence_length": 16384, "tokenizer": "words"},
 }
 PRESET_TABLES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _FULL_SIZE,
@@ -282,11 +282,14 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: byte-level text."""
+    """[data]: text."""
 
     # A file, or a folder whose files are all read; without it, Python's standard library.
     path: str | None = None
     max_bytes: int = _option(1 << 22, minimum=1)
+    # "bytes"; or "words", each different word of the text a token, which spreads over a large
+    # vocabulary as a language does and needs no file; or a tokenizer.json, such as a checkpoint's.
+    tokenizer: str = "bytes"
     # Sequences a step over all ranks together, so that a run does not depend on their number.
     batch_size: int = _option(8, minimum=1)
     sequence_length: int = _option(128, minimum=1)

@@ -81,7 +81,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         elif device.type == "cuda":
             # Checkpoints are planned by messages that are on the host.
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+            dist.init_process_group("cpu:gloo,cuda:nccl")
         else:
             dist.init_process_group("gloo")
     try:

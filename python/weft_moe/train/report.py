@@ -84,7 +84,7 @@ def _plot_losses(runs: list[Run], steps: range, path: Path) -> None:
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     for run, style in zip(runs, ("-", "--"), strict=False):
         axes.plot(steps, run.losses, style, label=run.label)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="Training loss")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title="Training loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -35,7 +35,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class Run:
     """A finished training: the loss of each step from `first_step` on, the mean over all ranks, in
-    nats a byte."""
+    nats a token."""
 
     label: str
     losses: list[float]
@@ -68,7 +68,7 @@ def check_machine(config: Config) -> None:
         layer = _layer(config, dispatch, None, torch.device(trainer.device_type))
         check_layer(dispatch.type, layer, trainer.ep)
     check_memory(config, num_ranks, num_local_ranks)
-    Batches(config.data, trainer.seed, rank=0, num_ranks=1)
+    Batches(config.data, trainer.seed, 0, 1, trainer.model.sizes.vocab_size)
     if trainer.model.weights is not None:
         CheckpointFolder(trainer.model.weights)
 
@@ -127,7 +127,13 @@ class Trainer:
         """
         self.config, self.ranks = config, ranks
         trainer, device = config.trainer, ranks.device
-        self.batches = Batches(config.data, trainer.seed, ranks.rank, ranks.num_ranks)
+        self.batches = Batches(
+            config.data,
+            trainer.seed,
+            ranks.rank,
+            ranks.num_ranks,
+            trainer.model.sizes.vocab_size,
+        )
         self._dispatch = make_dispatch(
             dispatch.type, _layer(config, dispatch, ranks.ep_group, device)
         )
