@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from weft_moe.bench.cli import main
+from weft_moe.bench.ledger import sources_sha256
 from weft_moe.bench.step import (
     BACKENDS,
     Measurement,
@@ -21,7 +22,7 @@ from weft_moe.bench.step import (
     step_config,
 )
 from weft_moe.bench.step_parts import PARTS, PartClock, marked
-from weft_moe.bench.step_report import merge_rows, plot_steps, step_ratios
+from weft_moe.bench.step_report import is_of_other_sources, merge_rows, plot_steps, step_ratios
 from weft_moe.train.config import PRESETS, ConfigError, ModelSizes
 from weft_moe.train.ranks import join_ranks
 from weft_moe.train.trainer import Trainer
@@ -197,6 +198,17 @@ def test_a_file_that_is_no_record_is_left_alone(tmp_path, text):
     with pytest.raises(ValueError, match="gpu.json is no results file"):
         merge_rows(path, [row()])
     assert path.read_text() == text
+
+
+def test_rows_of_other_sources_are_noticed(tmp_path):
+    path, root = tmp_path / "gpu.json", tmp_path / "checkout"
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "a.cpp").write_text("one")
+    assert not is_of_other_sources(path, root)
+    path.write_text(json.dumps({"sources_sha256": sources_sha256(root)}))
+    assert not is_of_other_sources(path, root)
+    (root / "src" / "a.cpp").write_text("two")
+    assert is_of_other_sources(path, root)
 
 
 def test_bars_are_as_high_as_the_steps(tmp_path, monkeypatch):

@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--output", type=Path, help="JSON to put the rows into; a plot lies beside it"
     )
+    step.add_argument("--root", type=Path, default=Path(), help="the checkout that is measured")
     step.set_defaults(run=_run_step)
 
     plan = commands.add_parser("plan", help="time the routing plan on the CPU")
@@ -155,7 +156,7 @@ def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
 def _run_step(arguments: argparse.Namespace, console: Console) -> None:
     # Needs transformers, which other commands do without.
     from .step import StepOptions, measure_steps
-    from .step_report import merge_rows, plot_steps, step_ratios
+    from .step_report import is_of_other_sources, merge_rows, plot_steps, step_ratios
 
     device = _device(arguments.device)
     cases = [_step_case(text) for text in arguments.case or _STEP_CASES[device.type]]
@@ -171,6 +172,8 @@ def _run_step(arguments: argparse.Namespace, console: Console) -> None:
     )
     is_first = os.environ.get("RANK", "0") == "0"
     console.quiet = not is_first
+    if arguments.output is not None and is_of_other_sources(arguments.output, arguments.root):
+        console.print(f"note: {arguments.output} has rows of other sources than those here")
     measurements = []
     for case in cases:
         for measured in measure_steps(case, options, console.print):

@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from .ledger import sources_sha256
 from .step import BACKENDS, Measurement, StepRow
 from .step_parts import PARTS
 
@@ -60,15 +62,8 @@ def merge_rows(path: Path, rows: Iterable[StepRow]) -> None:
     Raises:
         ValueError: the file is no results file; it is as before.
     """
-    record: object = {}
-    if path.exists():
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path} is no results file ({error}): name another") from error
-    earlier = record.get("step", []) if isinstance(record, dict) else None
-    if not isinstance(earlier, list):
-        raise ValueError(f"{path} is no results file: it holds no object with a list `step`")
+    record = _read(path)
+    earlier = record.get("step", [])
     new = [row.as_dict() for row in rows]
     replaced = {_key(row) for row in new}
     record["step"] = [row for row in earlier if _key(row) not in replaced] + new
@@ -76,6 +71,31 @@ def merge_rows(path: Path, rows: Iterable[StepRow]) -> None:
     incomplete = path.with_name(f".{path.name}.incomplete")
     incomplete.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     os.replace(incomplete, path)
+
+
+def is_of_other_sources(path: Path, root: Path) -> bool:
+    """Whether a results file says that what is in it was measured with other sources than those of
+    the checkout `root`.
+
+    Raises:
+        ValueError: the file is no results file.
+    """
+    measured = _read(path).get("sources_sha256")
+    return measured is not None and measured != sources_sha256(root)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no results file ({error}): name another") from error
+    if not isinstance(record, dict) or not isinstance(record.get("step", []), list):
+        raise ValueError(
+            f"{path} is no results file, which is an object with a list `step`: name another"
+        )
+    return record
 
 
 def plot_steps(measurements: list[Measurement], title: str, path: Path) -> None:

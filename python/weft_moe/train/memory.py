@@ -115,17 +115,18 @@ def check_memory(config: Config, num_ranks: int, num_local_ranks: int) -> None:
     needed = estimate(config, num_ranks)
     if needed.total <= available:
         return
-    layers = config.trainer.model.sizes.num_layers
+    asked = layers = config.trainer.model.sizes.num_layers
     while layers and estimate(config, num_ranks, layers).total > available:
         layers -= 1
-    remedy = (
+    remedies = [
         f"lower trainer.model.num_layers to at most {layers}"
         if layers
         else "choose a smaller model or shorter sequences"
-    )
+    ]
+    if config.trainer.param_dtype == "fp32" and config.trainer.dtype == "bf16":
+        remedies.append("choose param_dtype = 'bf16'")
     raise ConfigError(
-        f"[trainer.model] num_layers = {config.trainer.model.sizes.num_layers} does not fit: a rank "
-        f"of {num_ranks} needs, in GiB, {needed}, and has {available / _GIB:.1f} GiB. "
-        f"{remedy[0].upper()}{remedy[1:]}, start more ranks, or choose param_dtype = 'bf16' "
-        "where it is 'fp32'"
+        f"[trainer.model] num_layers = {asked} does not fit: a rank of {num_ranks} needs, in GiB, "
+        f"{needed}; it has {available / _GIB:.1f} GiB. To train it, {', '.join(remedies)} or start "
+        "more ranks"
     )
