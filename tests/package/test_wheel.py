@@ -1,5 +1,7 @@
 """The wheel installs and works where no compiler is: built once, then used from a virtual environment of its own."""
 
+import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -21,29 +23,33 @@ for t in range(5):
             g, u = (gate_up[idx[t, k]] @ x[t]).chunk(2)
             expected[t] += down[idx[t, k]] @ (weights[t, k] * torch.nn.functional.silu(g) * u)
 torch.testing.assert_close(y, expected)
-print("from", weft.__file__)
+print("from", weft.__file__, "with torch", torch.__version__)
 """
+# The oldest torch that the package names; the other tests have the newest.
+OTHER_TORCH = "2.10.0"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 @pytest.fixture(scope="module")
-def clean_python(tmp_path_factory: pytest.TempPathFactory, root: Path, run) -> Path:
-    """The Python of a fresh virtual environment that holds the wheel, and sees this one's torch but not its weft_moe."""
+def wheel(tmp_path_factory: pytest.TempPathFactory, root: Path, run) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(
-        *pip,
-        "wheel",
-        root,
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        folder,
-        f"--config-settings=build-dir={folder}/build",
-    )
+    options = ("--no-deps", "--no-build-isolation", f"--config-settings=build-dir={folder}/build")
+    run(*PIP, "wheel", root, *options, "--wheel-dir", folder)
     (wheel,) = folder.glob("weft_moe-*.whl")
-    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
-    python = folder / "venv/bin/python"
-    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel)
+    return wheel
+
+
+def make_venv(folder: Path, run) -> Path:
+    """The Python of a fresh virtual environment."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    return folder / "bin/python"
+
+
+@pytest.fixture(scope="module")
+def clean_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path, run) -> Path:
+    """The Python of a fresh virtual environment that holds the wheel, and sees this one's torch but not its weft_moe."""
+    python = make_venv(tmp_path_factory.mktemp("clean") / "venv", run)
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel)
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     # A plain path entry: this environment's own .pth files, and with them the editable weft_moe, are not followed.
     (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -53,6 +59,24 @@ def clean_python(tmp_path_factory: pytest.TempPathFactory, root: Path, run) -> P
 def test_forward_from_the_wheel(tmp_path: Path, clean_python: Path, run) -> None:
     printed = run(clean_python, "-c", FORWARD, cwd=tmp_path, env={"PATH": str(clean_python.parent)})
     assert str(clean_python.parents[1]) in printed
+
+
+def test_collect_env_from_the_wheel(tmp_path: Path, clean_python: Path, run) -> None:
+    command = (clean_python, "-m", "weft_moe.collect_env")
+    printed = run(*command, cwd=tmp_path, env={"PATH": str(clean_python.parent)})
+    assert re.search(r"^weft +\d+\.\d+\.\d+$", printed, re.MULTILINE), printed
+    assert re.search(r"^cpu bf16 +yes$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.skipif(
+    not os.environ.get("WEFT_TEST_ALL"),
+    reason="./dev test --all: installs a second torch, several GB",
+)
+def test_the_same_wheel_with_another_torch(tmp_path: Path, wheel: Path, run) -> None:
+    python = make_venv(tmp_path / "venv", run)
+    run(*PIP, "--python", python, "install", "--quiet", f"torch=={OTHER_TORCH}", wheel)
+    printed = run(python, "-c", FORWARD, cwd=tmp_path, env={"PATH": str(python.parent)})
+    assert f"with torch {OTHER_TORCH}" in printed
 
 
 def test_console_scripts(tmp_path: Path, clean_python: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from weft_moe.train.config import DataConfig
-from weft_moe.train.data import Batches, load_text
+from weft_moe.train.data import Batches, load_text, load_tokens
 
 
 def test_default_text_is_the_standard_library_in_a_fixed_order():
@@ -85,3 +86,41 @@ def test_the_last_window_is_reachable(tmp_path):
     inputs, targets = Batches(config, seed=0, rank=0, num_ranks=1)[0]
     assert bytes(inputs[1].tolist()) == b"abcd"
     assert bytes(targets[1].tolist()) == b"bcde"
+
+
+@pytest.fixture
+def words(tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_bytes(b"if if if x == if\n")
+    return file
+
+
+def test_words_are_numbered_by_how_common_they_are(words):
+    # " if" three times; then, once each and by their bytes: "\n", " ", " x", "==", "if".
+    tokens = load_tokens(DataConfig(path=str(words), tokenizer="words"), 256)
+    assert tokens.tolist() == [5, 0, 0, 3, 2, 4, 0, 1]
+
+
+def test_rare_words_share_the_last_token(words):
+    tokens = load_tokens(DataConfig(path=str(words), tokenizer="words"), 3)
+    assert tokens.tolist() == [2, 0, 0, 2, 2, 2, 0, 1]
+
+
+def test_words_of_python_fill_a_large_vocabulary():
+    tokens = load_tokens(DataConfig(tokenizer="words"), 151936)
+    assert len(tokens) > 16384 and tokens.max() > 10_000
+    assert tokens.max() + 1 == len(set(tokens.tolist()))
+
+
+def test_a_tokenizer_file_is_used_and_checked(tmp_path, words):
+    file = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer(models.WordLevel({"if": 7, "x": 300, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(file))
+    config = DataConfig(path=str(words), tokenizer=str(file))
+    assert load_tokens(config, 301).tolist() == [7, 7, 7, 300, 1, 7]
+    with pytest.raises(ValueError, match=r"gives token 300 where the model's vocab_size is 300"):
+        load_tokens(config, 300)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer = '.*' cannot be read \(.*or choose 'bytes'"):
+        load_tokens(config, 302)

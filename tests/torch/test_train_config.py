@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,30 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.toml"
 
 def tables(**trainer):
     return {"trainer": {"steps": 1, **trainer}}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLE.parent.glob("*.toml")), ids=lambda path: path.name)
+def test_examples_and_the_commands_in_them_are_valid(path):
+    text = path.read_text()
+    load_config(path)
+    # "#   ... FILE --set KEY=VALUE ...", continued by a backslash.
+    commands = re.sub(r"\\\n#", "", text)
+    for command in re.findall(rf"^#   .*{path.name}(.*)$", commands, re.MULTILINE):
+        words = shlex.split(command, comments=True)
+        load_config(path, [word for word in words if word != "--set"])
+
+
+def test_full_sizes_are_trained_in_long_sequences():
+    config = parse_config(tables(model={"preset": "qwen3-30b-a3b"}, dtype="fp32"))
+    assert (config.data.batch_size, config.data.sequence_length) == (1, 16384)
+    assert config.trainer.checkpoint_activations
+    assert config.trainer.dtype == "fp32", "a file's own key comes first"
+    assert parse_config(tables()).data.sequence_length == 128
+
+
+def test_a_run_may_be_repeated_for_the_same_bits():
+    config = parse_config(tables(compare={"type": "mega_moe", "tolerance": 0}))
+    assert [d.label for d in config.trainer.dispatches] == ["mega_moe bf16"] * 2
 
 
 def test_example_is_valid():
@@ -96,6 +122,19 @@ def test_overrides_replace_keys_and_keep_their_neighbours():
             tables(compare={"type": "mega_moe", "tolerance": 0.1}),
             r"\[trainer.compare\] would repeat the run 'mega_moe bf16'",
         ),
+        (
+            tables(compare={"type": "torch", "tolerance": -0.1}),
+            r"\[trainer.compare\] tolerance = -0.1: must be at least 0",
+        ),
+        (
+            tables(compare={"type": "torch", "tolerance": 1}, checkpoint={"folder": "x"}),
+            r"\[trainer.checkpoint\] with \[trainer.compare\]: .* leave one of the tables out",
+        ),
+        (tables(checkpoint={"every": 0}), r"\[trainer.checkpoint\] every = 0: must be at least 1"),
+        (
+            tables(param_dtype="bf16"),
+            r"\[trainer\] param_dtype = 'bf16' with dtype = 'fp32' would .* choose dtype = 'bf16'",
+        ),
         (tables(num_ranks=3, ep=2), r"num_ranks = 3 does not divide into groups of ep = 2"),
         (tables(ep=3), r"ep = 3 ranks cannot share 8 experts evenly: .* divides 8"),
         (tables(model={"top_k": 9}), r"\[trainer.model\] top_k = 9 is more than num_experts = 8"),
@@ -114,6 +153,11 @@ def test_refused(table, words):
     [
         ({"num_ranks": 2}, 4, r"num_ranks = 2, but 4 ranks were started"),
         ({"ep": 2}, 3, r"ep = 2 does not divide the 3 ranks that were started"),
+        (
+            {"ep": 2, "dp_replicate": 3},
+            4,
+            r"dp_replicate = 3 copies cannot share 4 ranks, in groups of ep = 2, .* divides 2",
+        ),
         ({}, 3, r"batch_size = 8 cannot be shared evenly by 3 ranks: choose a multiple of 3"),
     ],
 )

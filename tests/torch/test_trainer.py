@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_ranks
+from training import one_thread
 from weft_moe.train.cli import main
 from weft_moe.train.config import parse_config
-from weft_moe.train.trainer import Ranks, clip_gradients, join_ranks, train
+from weft_moe.train.ranks import join_ranks
+from weft_moe.train.sharding import clip_gradients
+from weft_moe.train.trainer import train
 
 MODEL = {
     "num_layers": 2,
@@ -30,6 +33,7 @@ def make_config(**trainer):
         {
             "trainer": {
                 "steps": 6,
+                "device": "cpu",
                 # Clips from the first step on, so that a wrong norm changes the losses.
                 "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "max_grad_norm": 0.5},
                 "model": MODEL,
@@ -41,7 +45,7 @@ def make_config(**trainer):
 
 
 def losses(config):
-    with join_ranks(config) as ranks:
+    with one_thread(), join_ranks(config) as ranks:
         return train(config, config.trainer.dispatches[0], ranks).losses
 
 
@@ -68,10 +72,12 @@ def test_checkpointed_activations_change_no_bit(one_rank):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "ep"), [(2, 2), (2, 1), (4, 2)], ids=["shared experts", "replicas", "both"]
+    ("num_ranks", "split"),
+    [(2, {"ep": 2}), (2, {}), (4, {"ep": 2}), (4, {"dp_replicate": 2})],
+    ids=["shared experts", "shards", "both", "copies of shards"],
 )
-def test_any_split_over_ranks_gives_the_losses_of_one(one_rank, num_ranks, ep):
-    results = run_ranks(rank_losses, num_ranks, make_config(ep=ep))
+def test_any_split_over_ranks_gives_the_losses_of_one(one_rank, num_ranks, split):
+    results = run_ranks(rank_losses, num_ranks, make_config(**split))
     assert all(result == results[0] for result in results)
     assert results[0] == pytest.approx(one_rank, rel=1e-5)
 
@@ -92,16 +98,17 @@ def test_clipping_scales_all_gradients_by_the_norm_of_the_model():
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (1, 2)]
     for parameter, gradient in zip(parameters, ([3.0], [4.0, 0.0]), strict=True):
         parameter.grad = torch.tensor(gradient)
-    alone = Ranks(0, 1, torch.device("cpu"), None, None)
-    assert clip_gradients(parameters[:1], parameters[1:], alone, 1.0) == pytest.approx(5.0)
-    torch.testing.assert_close(parameters[1].grad, torch.tensor([0.8, 0.0]))
-    assert clip_gradients(parameters[:1], parameters[1:], alone, 9.0) == pytest.approx(1.0)
+    with join_ranks(make_config()) as alone:
+        assert clip_gradients(parameters, alone, 1.0).item() == pytest.approx(5.0)
+        torch.testing.assert_close(parameters[1].grad, torch.tensor([0.8, 0.0]))
+        assert clip_gradients(parameters, alone, 9.0).item() == pytest.approx(1.0)
     torch.testing.assert_close(parameters[0].grad, torch.tensor([0.6]))
 
 
 CONFIG_FILE = """
 [trainer]
 steps = 4
+device = "cpu"
 ep = {ep}
 output = "{output}"
 [trainer.model]

@@ -1,12 +1,14 @@
-"""weft-bench: the layer and its memory, the routing plan, and the record of a GPU."""
+"""weft-bench: the layer and its memory, training steps, the routing plan, the record of a GPU."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -21,6 +23,9 @@ from .timeline import plot_timeline, summarize
 from .timing import REGIMES
 from .virtual import measure_virtual
 
+if TYPE_CHECKING:
+    from .step import StepCase
+
 _USAGE_ERROR = 2
 _MIB = 2**20
 
@@ -32,6 +37,9 @@ _RECORD_CASES = (
     *(Case(shape, _TOKENS["cuda"]) for shape in _RECORD_SHAPES),
     *(Case("30b", _TOKENS["cuda"] // 4, ("forward", "backward"), ep) for ep in (1, 4)),
 )
+# Training steps: as deep as one H200 holds with room to spare.
+_STEP_CASES = {"cuda": ("qwen3-30b-a3b:8", "qwen3-235b-a22b:2"), "cpu": ("tiny:2",)}
+_STEP_TOKENS = {"cuda": 16384, "cpu": 128}
 # Ranks of the memory table.
 _MEMORY_EP = (1, 2, 4, 8)
 # A dense product large enough to reach the device's rate and small enough to be quick on it.
@@ -84,6 +92,26 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--ep", type=int, nargs="+", default=_MEMORY_EP, help="ranks")
     memory.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
     memory.set_defaults(run=_run_memory)
+
+    step = commands.add_parser(
+        "step", help="time training steps with both dispatches; under torchrun, on several GPUs"
+    )
+    step.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    step.add_argument(
+        "--case", nargs="+", metavar="PRESET:LAYERS", help="default: what fits one H200; by device"
+    )
+    step.add_argument("--tokens", type=int, help="of a rank, in one sequence; default: by device")
+    step.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
+    step.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
+    step.add_argument("--param-dtype", choices=("bf16", "fp32"), default="bf16")
+    step.add_argument("--no-compile", dest="compile", action="store_false")
+    step.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
+    step.add_argument("--steps", type=int, default=20, help="the last of the timed steps")
+    step.add_argument(
+        "--output", type=Path, help="JSON to put the rows into; a plot lies beside it"
+    )
+    step.add_argument("--root", type=Path, default=Path(), help="the checkout that is measured")
+    step.set_defaults(run=_run_step)
 
     plan = commands.add_parser("plan", help="time the routing plan on the CPU")
     plan.add_argument("--binary", type=Path, default=DEFAULT_BINARY)
@@ -150,6 +178,67 @@ def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
         num_tokens=arguments.tokens,
         precision=arguments.precision,
     )
+
+
+def _run_step(arguments: argparse.Namespace, console: Console) -> None:
+    # Needs transformers, which other commands do without.
+    from .step import StepOptions, measure_steps
+    from .step_report import is_of_other_sources, merge_rows, plot_steps, step_ratios
+
+    device = _device(arguments.device)
+    cases = [_step_case(text) for text in arguments.case or _STEP_CASES[device.type]]
+    options = StepOptions(
+        device=device.type,
+        tokens=arguments.tokens or _STEP_TOKENS[device.type],
+        ep=arguments.ep,
+        precision=arguments.precision,
+        param_dtype=arguments.param_dtype,
+        compile=arguments.compile,
+        warm_up=arguments.warm_up,
+        steps=arguments.steps,
+    )
+    is_first = os.environ.get("RANK", "0") == "0"
+    console.quiet = not is_first
+    if arguments.output is not None and is_of_other_sources(arguments.output, arguments.root):
+        console.print(f"note: {arguments.output} has rows of other sources than those here")
+    measurements = []
+    for case in cases:
+        for measured in measure_steps(case, options, console.print):
+            measurements.append(measured)
+            row = measured.row
+            mfu = "-" if row.mfu is None else f"{row.mfu:.1%}"
+            console.print(
+                f"  {row.backend:<9}{row.precision:<8} step {row.step_s * 1e3:.1f} ms  "
+                f"{row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU  MFU {mfu}  peak {row.peak_gib:.1f} "
+                f"GiB  loss {measured.loss:.3f}"
+            )
+            shares = (f"{part} {share:.1%}" for part, share in measured.shares.items())
+            console.print(f"            {'  '.join(shares)}")
+            if arguments.output is not None and is_first:  # now: a later case may fail
+                merge_rows(arguments.output, [row])
+    for ratio in step_ratios(measurements):
+        target = "" if ratio.target is None else f"  target on an H200: at most {ratio.target:g}"
+        console.print(
+            f"{ratio.row.preset}, {ratio.row.num_layers} layers, EP {ratio.row.ep}: {ratio.meaning}, "
+            f"{ratio.row.backend} : torch: {ratio.value:.3f}{target}"
+        )
+    if arguments.output is not None and is_first:
+        picture = arguments.output.with_name(f"{arguments.output.stem}_step.png")
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        plot_steps(measurements, f"Training step, {options.tokens} tokens a rank, {name}", picture)
+        console.print(f"wrote {arguments.output} and {picture}")
+
+
+def _step_case(text: str) -> StepCase:
+    from .step import StepCase
+
+    preset, _, layers = text.partition(":")
+    if not layers.isdecimal():
+        raise ValueError(
+            f"--case {text}: write PRESET:LAYERS with a preset of the trainer and a number, such as "
+            "qwen3-30b-a3b:8"
+        )
+    return StepCase(preset, int(layers))
 
 
 def _run_plan(arguments: argparse.Namespace, console: Console) -> None:

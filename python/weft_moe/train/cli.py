@@ -17,9 +17,11 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .config import Config, load_config
+from .attention import attention_kernel
+from .config import Config, ConfigError, load_config
+from .ranks import join_ranks
 from .report import largest_difference, progress, write_report
-from .trainer import Run, check_machine, join_ranks, train
+from .trainer import Run, check_machine, free_memory, make_output, train
 
 _USAGE_ERROR = 2
 
@@ -43,13 +45,18 @@ def main(argv: list[str] | None = None) -> int:
         num_ranks = _num_started_ranks() or config.trainer.num_ranks or config.trainer.ep
         config.check_world(num_ranks)
         check_machine(config)
+        make_output(config)
     except (ValueError, ImportError) as error:
         # ImportError: a dispatch that needs the compiled ops, on a machine without them.
         print(f"weft-train: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    if _num_started_ranks() or num_ranks == 1:
+    if num_ranks > 1 and not _num_started_ranks():
+        return _launch(config, num_ranks)
+    try:
         return run(config)
-    return _launch(config, num_ranks)
+    except ConfigError as error:  # of weights or a checkpoint, which are not read before
+        print(f"weft-train: {error}", file=sys.stderr)
+        return _USAGE_ERROR
 
 
 def run(config: Config) -> int:
@@ -59,10 +66,13 @@ def run(config: Config) -> int:
     """
     with join_ranks(config) as ranks:
         console = Console(quiet=ranks.rank != 0, soft_wrap=True)
+        if ranks.rank == 0:
+            console.print(f"attention: {attention_kernel(config, ranks.device)}")
         runs = []
         for dispatch in config.trainer.dispatches:
             with progress(console, dispatch.label, config.trainer) as on_step:
                 runs.append(train(config, dispatch, ranks, on_step))
+            free_memory(ranks.device)
         if ranks.rank == 0:
             write_report(console, runs, Path(config.trainer.output))
         compare = config.trainer.compare
@@ -104,7 +114,7 @@ def _launch(config: Config, num_ranks: int) -> int:
 
 
 def _run_rank(config: Config, num_ranks: int) -> int:
-    if config.trainer.device == "cpu":
+    if config.trainer.device_type == "cpu":
         # Ranks that each took all cores would slow one another down many times over.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     return run(config)

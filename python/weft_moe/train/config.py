@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .dispatch import check_dispatch
 
 DTYPES = ("fp32", "bf16")
 DEVICES = ("cpu", "cuda")
 
-# A token is a byte of text.
+# The least vocabulary: a token is a byte of text.
 NUM_BYTES = 256
 
 
@@ -82,6 +84,22 @@ PRESETS = {
 }
 
 
+# What a preset changes of the defaults below, as tables that lie under a file's own. The published
+# sizes are trained as on GPUs: long sequences, one a rank, nothing kept of a layer but its input.
+_FULL_SIZE = {
+    "trainer": {
+        "dtype": "bf16",
+        "checkpoint_activations": True,
+        "optimizer": {"learning_rate": 1e-4},
+    },
+    "data": {"batch_size": 1, "sequence_length": 16384, "tokenizer": "words"},
+}
+PRESET_TABLES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _FULL_SIZE,
+    "qwen3-235b-a22b": _FULL_SIZE,
+}
+
+
 def _option(
     default: Any = dataclasses.MISSING,
     *,
@@ -130,6 +148,9 @@ class ModelConfig:
     num_kv_heads: int | None = _option(None, minimum=1)
     head_dim: int | None = _option(None, minimum=1)
     vocab_size: int | None = _option(None, minimum=NUM_BYTES)
+    # A Hugging Face checkpoint folder to start from, instead of random weights. It may have more
+    # layers; all its other sizes must be the model's.
+    weights: str | None = None
     moe: MoeConfig = MoeConfig()
 
     def __post_init__(self) -> None:
@@ -173,7 +194,8 @@ class CompareConfig:
     """[trainer.compare]: train a second time, from the same seed, with another dispatch.
 
     The two runs agree when no step's losses differ by more than `tolerance`, relative to the
-    second run's loss. Without `precision` the second run takes that of the first.
+    second run's loss. Without `precision` the second run takes that of the first. A tolerance of 0
+    asks for the same bits, and only then may the second run be a repetition of the first.
 
     Two sound dispatches round differently. In fp32 that shows in the last digits, and now and then
     it sends a token to another expert. In bf16 it is coarser to begin with, and training amplifies
@@ -181,8 +203,24 @@ class CompareConfig:
     """
 
     type: str
-    tolerance: float = _option(above=0)
+    tolerance: float = _option(minimum=0)
     precision: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """[trainer.checkpoint]: the state of a run on disk; resumed, it goes on as if uninterrupted.
+
+    A run with another `trainer.ep`, model or dispatch cannot resume it; one with another number of
+    replicas can.
+    """
+
+    # Where folders step-N are written, seen by all ranks; without it, nothing is.
+    folder: str | None = None
+    # Steps between two of them. The last step is always written.
+    every: int = _option(100, minimum=1)
+    # A folder step-N to go on from.
+    resume: str | None = None
 
 
 @dataclass(frozen=True)
@@ -194,10 +232,23 @@ class TrainerConfig:
     num_ranks: int | None = _option(None, minimum=1)
     # Ranks that share the experts; it divides the number of ranks.
     ep: int = _option(1, minimum=1)
-    device: str = _option("cpu", choices=DEVICES)
-    # Compute type of everything outside the experts; parameters and AdamW's state are fp32.
+    # Copies of the sharded model, as in hybrid sharding: 1 shards it over all ranks; the number of
+    # nodes keeps the gathering of weights inside each, and only gradients travel between them.
+    dp_replicate: int = _option(1, minimum=1)
+    # Without it, "cuda" where torch sees a device.
+    device: str | None = _option(None, choices=DEVICES)
+    # Compute type of everything outside the experts, whose own is the dispatch's.
     dtype: str = _option("fp32", choices=DTYPES)
+    # Type of the parameters, their gradients and AdamW's two moments between steps. "fp32" keeps
+    # master weights, which each rank's shard is cast from for a step: 16 bytes a parameter. "bf16"
+    # keeps none: 8 bytes, and updates below 2^-9 of a weight are lost.
+    param_dtype: str = _option("fp32", choices=DTYPES)
+    # Keep of each layer only its input, and compute the layer again in the backward.
     checkpoint_activations: bool = False
+    # Compile attention's glue (norms, rotary embedding) with torch.compile.
+    compile: bool = False
+    # The same bits in every run, also on CUDA, where the fastest attention has no fixed order.
+    deterministic: bool = False
     seed: int = _option(0, minimum=0)
     # Steps between two lines of progress.
     log_every: int = _option(10, minimum=1)
@@ -206,6 +257,19 @@ class TrainerConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     model: ModelConfig = ModelConfig()
     compare: CompareConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def __post_init__(self) -> None:
+        if self.param_dtype == "bf16" and self.dtype == "fp32":
+            raise ValueError(
+                "param_dtype = 'bf16' with dtype = 'fp32' would compute in fp32 on weights that are "
+                "rounded to bf16: choose dtype = 'bf16', or param_dtype = 'fp32'"
+            )
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def dispatches(self) -> list[DispatchConfig]:
@@ -218,11 +282,14 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: byte-level text."""
+    """[data]: text."""
 
     # A file, or a folder whose files are all read; without it, Python's standard library.
     path: str | None = None
     max_bytes: int = _option(1 << 22, minimum=1)
+    # "bytes"; or "words", each different word of the text a token, which spreads over a large
+    # vocabulary as a language does and needs no file; or a tokenizer.json, such as a checkpoint's.
+    tokenizer: str = "bytes"
     # Sequences a step over all ranks together, so that a run does not depend on their number.
     batch_size: int = _option(8, minimum=1)
     sequence_length: int = _option(128, minimum=1)
@@ -243,6 +310,8 @@ class Config:
                 f"[trainer] num_ranks = {num_ranks} does not divide into groups of ep = "
                 f"{trainer.ep}: choose an ep that divides num_ranks"
             )
+        if num_ranks % (trainer.ep * trainer.dp_replicate) and trainer.num_ranks is not None:
+            raise ConfigError(_no_copies(trainer, num_ranks))
         num_experts = trainer.model.sizes.num_experts
         if num_experts % trainer.ep:
             raise ConfigError(
@@ -253,10 +322,17 @@ class Config:
             dispatches = trainer.dispatches
         except ValueError as error:
             raise ConfigError(f"[trainer.compare] {error}") from error
-        if len(dispatches) == 2 and dispatches[0] == dispatches[1]:
+        compare = trainer.compare
+        if compare and compare.tolerance > 0 and dispatches[0] == dispatches[1]:
             raise ConfigError(
                 f"[trainer.compare] would repeat the run {dispatches[0].label!r}: choose another "
-                "type or precision than [trainer.model.moe.dispatch], or leave the table out"
+                "type or precision than [trainer.model.moe.dispatch], tolerance = 0 to ask for the "
+                "same bits twice, or leave the table out"
+            )
+        if compare and (trainer.checkpoint.folder or trainer.checkpoint.resume):
+            raise ConfigError(
+                "[trainer.checkpoint] with [trainer.compare]: the two runs would share one folder; "
+                "leave one of the tables out"
             )
 
     def check_world(self, num_ranks: int) -> None:
@@ -276,11 +352,20 @@ class Config:
                 f"[trainer] ep = {trainer.ep} does not divide the {num_ranks} ranks that were "
                 "started: choose an ep that does"
             )
+        if num_ranks % (trainer.ep * trainer.dp_replicate):
+            raise ConfigError(_no_copies(trainer, num_ranks))
         if self.data.batch_size % num_ranks:
             raise ConfigError(
                 f"[data] batch_size = {self.data.batch_size} cannot be shared evenly by "
                 f"{num_ranks} ranks: choose a multiple of {num_ranks}"
             )
+
+
+def _no_copies(trainer: TrainerConfig, num_ranks: int) -> str:
+    return (
+        f"[trainer] dp_replicate = {trainer.dp_replicate} copies cannot share {num_ranks} ranks, in "
+        f"groups of ep = {trainer.ep}, evenly: choose a number that divides {num_ranks // trainer.ep}"
+    )
 
 
 def load_config(path: str | Path, overrides: Collection[str] = ()) -> Config:
@@ -316,7 +401,14 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: as `load_config`.
     """
-    return _parse(Config, tables, "")
+    return _parse(Config, _merged(_preset_tables(tables), tables), "")
+
+
+def _preset_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preset of a file changes of the defaults; {} where there is none to be found."""
+    for key in ("trainer", "model", "preset"):
+        tables = tables.get(key) if isinstance(tables, Mapping) else None
+    return PRESET_TABLES.get(tables, {}) if isinstance(tables, str) else {}
 
 
 def _merged(base: Any, over: Any) -> Any:

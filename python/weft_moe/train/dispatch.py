@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-Result = TypeVar("Result")
+from .fused import fused
 
 # Precision -> dtype of the activations and weights that enter a dispatch. Eight-bit formats are
 # quantised from bf16 inside it.
@@ -44,7 +42,8 @@ class MoeLayer:
 
     num_experts is E, of all ranks together; precision a key of `ACTIVATION_DTYPES`; process_group
     the ranks that share the experts, None for EP = 1; device where all tensors are; training says
-    that a backward will follow; top_k the routes of a token.
+    that a backward will follow; top_k the routes of a token; save what `weft.moe` keeps for its
+    backward, "gate_up", or "inputs" where the layer is checkpointed.
     """
 
     num_experts: int
@@ -55,6 +54,7 @@ class MoeLayer:
     device: torch.device
     training: bool = True
     top_k: int = 1
+    save: str = "gate_up"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,10 +217,14 @@ class MegaMoeDispatch:
 
         self.dtype = layer.dtype
         self._moe = weft_moe.moe
-        group = layer.process_group
-        self._group = None if group is None else weft_moe.ep_group(group)
+        if layer.process_group is None:
+            # Not group=None, whose workspace would outlive the model.
+            self._group = weft_moe.virtual_ep_group(1, device=layer.device)
+        else:
+            self._group = weft_moe.ep_group(layer.process_group, device=layer.device)
         self._num_experts = layer.num_experts
         self._precision = layer.precision
+        self._save = layer.save
 
     @staticmethod
     def unsupported(layer: MoeLayer, ep_size: int) -> str:
@@ -250,6 +254,7 @@ class MegaMoeDispatch:
             group=self._group,
             num_experts=self._num_experts,
             precision=self._precision,
+            save=self._save,
         )
 
 
@@ -345,17 +350,17 @@ class _WeightedSwiGlu(Function):
     @staticmethod
     def forward(ctx, z: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(z, weights)
-        return _fused(_weighted_swiglu, z, weights)
+        return fused(_weighted_swiglu, z, weights)
 
     @staticmethod
     def backward(ctx, da: Tensor) -> tuple[Tensor, Tensor]:
-        return _fused(_weighted_swiglu_backward, *ctx.saved_tensors, da)
+        return fused(_weighted_swiglu_backward, *ctx.saved_tensors, da)
 
 
 def _sum_of_routes(rows: Tensor, place: Tensor) -> Tensor:
     if not rows.shape[0]:
         return rows.new_zeros(place.shape[0], rows.shape[1])
-    return _fused(_sum_places, rows, place)
+    return fused(_sum_places, rows, place)
 
 
 def _sum_places(rows: Tensor, place: Tensor) -> Tensor:
@@ -380,21 +385,6 @@ def _weighted_swiglu_backward(z: Tensor, weights: Tensor, da: Tensor) -> tuple[T
 
 def _widened(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
-
-
-def _fused(function: Callable[..., Result], *tensors: Tensor) -> Result:
-    """function(*tensors); on a GPU by torch.compile, since each op alone is a pass over memory."""
-    if tensors[0].device.type != "cuda":
-        return function(*tensors)
-    for tensor in tensors:
-        # Rows and tokens differ from call to call; widths are constants of a kernel.
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return _compiled(function)(*tensors)
-
-
-@cache
-def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
-    return torch.compile(function, dynamic=False)
 
 
 def _to_host(values: Tensor) -> Callable[[], list[int]]:

@@ -33,7 +33,7 @@ def progress(
         task = bar.add_task(label, total=trainer.steps)
 
         def on_step(step: int, loss: float) -> None:
-            bar.update(task, advance=1, description=f"{label}  loss {loss:.3f}")
+            bar.update(task, completed=step + 1, description=f"{label}  loss {loss:.3f}")
             if step % trainer.log_every == 0 or step == trainer.steps - 1:
                 console.print(f"{label:<14} step {step:>5}  loss {loss:.4f}")
 
@@ -56,10 +56,20 @@ def write_report(console: Console, runs: list[Run], folder: Path) -> None:
             f"{run.tokens_per_second:,.0f}",
         )
     console.print(table)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_losses(runs, folder / "losses.csv")
-    _plot_losses(runs, folder / "loss.png")
+    write_losses(runs, folder)
     console.print(f"loss plot: {folder / 'loss.png'}   losses: {folder / 'losses.csv'}")
+
+
+def write_losses(runs: list[Run], folder: Path) -> None:
+    """Write the losses of runs of the same steps into loss.png and losses.csv of a folder, made
+    where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = range(runs[0].first_step, runs[0].first_step + len(runs[0].losses))
+    with (folder / "losses.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["step", *(run.label for run in runs)])
+        writer.writerows(zip(steps, *(run.losses for run in runs), strict=True))
+    _plot_losses(runs, steps, folder / "loss.png")
 
 
 def largest_difference(first: Run, second: Run) -> float:
@@ -67,22 +77,14 @@ def largest_difference(first: Run, second: Run) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(first.losses, second.losses, strict=True))
 
 
-def _write_losses(runs: list[Run], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["step", *(run.label for run in runs)])
-        for step, losses in enumerate(zip(*(run.losses for run in runs), strict=True)):
-            writer.writerow([step, *losses])
-
-
-def _plot_losses(runs: list[Run], path: Path) -> None:
+def _plot_losses(runs: list[Run], steps: range, path: Path) -> None:
     # The object interface: pyplot would look for a display.
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     for run, style in zip(runs, ("-", "--"), strict=False):
-        axes.plot(run.losses, style, label=run.label)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="Training loss")
+        axes.plot(steps, run.losses, style, label=run.label)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title="Training loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -1,15 +1,10 @@
-"""The training loop: every rank has its own tokens, and the ranks of a group share the experts.
-
-Gradients. The loss of a step is the mean over all ranks. Parameters outside the experts are alike
-on all ranks, so their gradients are summed over all of them. An expert's gradient already holds
-the tokens of every rank of its own group, so it is summed only over the ranks that hold the same
-experts. Both are then divided by the number of all ranks.
-"""
+"""The training loop: every rank has its own tokens, and the ranks of a group share the experts."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import tempfile
@@ -20,113 +15,71 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ..huggingface import expert_parameters
+from .attention import fastest_attention
+from .checkpoint import load_checkpoint, save_checkpoint
 from .config import Config, ConfigError, DispatchConfig
 from .data import Batches
 from .dispatch import MoeLayer, check_layer, make_dispatch
-from .model import build_model
+from .memory import check_memory
+from .model import CausalLM, build_model
+from .ranks import Ranks
+from .sharding import clip_gradients, shard_layer, shard_model
+from .weights import CheckpointFolder
 
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process's place among the ranks. A group of one rank is None.
-
-    Attributes:
-        ep_group: the ranks that share one set of experts, consecutive in rank order.
-        replica_group: the ranks that hold the same experts.
-    """
-
-    rank: int
-    num_ranks: int
-    device: torch.device
-    ep_group: dist.ProcessGroup | None
-    replica_group: dist.ProcessGroup | None
-
-    @property
-    def ep_size(self) -> int:
-        return 1 if self.ep_group is None else self.ep_group.size()
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished training: the loss of each step, the mean over all ranks, in nats a byte."""
+    """A finished training: the loss of each step from `first_step` on, the mean over all ranks, in
+    nats a token."""
 
     label: str
     losses: list[float]
     seconds: float
     tokens_per_second: float
-
-
-@contextlib.contextmanager
-def join_ranks(config: Config) -> Iterator[Ranks]:
-    """Join the ranks that a launcher such as torchrun started; without one, be the only rank.
-
-    Raises:
-        ConfigError: the configuration cannot be run on this number of ranks.
-    """
-    device = torch.device(config.trainer.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    starts_group = not dist.is_initialized() and "RANK" in os.environ
-    if starts_group:
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-    try:
-        if dist.is_initialized():
-            yield _place(config, device)
-        else:
-            config.check_world(1)
-            yield Ranks(0, 1, device, None, None)
-    finally:
-        if starts_group:
-            dist.destroy_process_group()
-
-
-def _place(config: Config, device: torch.device) -> Ranks:
-    rank, num_ranks, ep = dist.get_rank(), dist.get_world_size(), config.trainer.ep
-    config.check_world(num_ranks)
-    mesh = init_device_mesh(device.type, (num_ranks // ep, ep), mesh_dim_names=("replica", "ep"))
-    return Ranks(
-        rank,
-        num_ranks,
-        device,
-        mesh.get_group("ep") if ep > 1 else None,
-        mesh.get_group("replica") if num_ranks > ep else None,
-    )
+    first_step: int = 0
 
 
 def check_machine(config: Config) -> None:
     """Find out before any rank starts whether this machine has what a configuration asks for.
-    Makes the output folder.
 
     Raises:
-        ConfigError: no such device, or fewer of them than ranks; the output cannot be written.
+        ConfigError: no such device, fewer of them than ranks, or less memory than the model needs.
         ValueError: a dispatch cannot run on the device, or the text is missing, unreadable, empty
-            or short.
+            or short, or the weights are no checkpoint.
         ImportError: a dispatch needs the compiled ops, which were not built.
     """
     trainer = config.trainer
-    if trainer.device == "cuda":
-        # Of this machine: a launcher may have started others elsewhere.
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.num_ranks or trainer.ep))
+    num_ranks = int(os.environ.get("WORLD_SIZE", trainer.num_ranks or trainer.ep))
+    # Of this machine: a launcher may have started others elsewhere.
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if trainer.device_type == "cuda":
         num_devices = torch.cuda.device_count()
-        if num_devices < num_ranks:
+        if num_devices < num_local_ranks:
             raise ConfigError(
-                f"[trainer] device = 'cuda' with {num_ranks} ranks: torch sees {num_devices} CUDA "
-                "devices and each rank needs one; start fewer ranks or choose device = 'cpu'"
+                f"[trainer] device = 'cuda' with {num_local_ranks} ranks: torch sees {num_devices} "
+                "CUDA devices and each rank needs one; start fewer ranks or choose device = 'cpu'"
             )
     for dispatch in trainer.dispatches:
-        layer = _layer(config, dispatch, None, torch.device(trainer.device))
+        layer = _layer(config, dispatch, None, torch.device(trainer.device_type))
         check_layer(dispatch.type, layer, trainer.ep)
-    Batches(config.data, trainer.seed, rank=0, num_ranks=1)
+    check_memory(config, num_ranks, num_local_ranks)
+    Batches(config.data, trainer.seed, 0, 1, trainer.model.sizes.vocab_size)
+    if trainer.model.weights is not None:
+        CheckpointFolder(trainer.model.weights)
+
+
+def make_output(config: Config) -> None:
+    """Make the output folder.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    trainer = config.trainer
     folder = Path(trainer.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +106,115 @@ def _layer(
         process_group=process_group,
         device=device,
         top_k=sizes.top_k,
+        # Under checkpointing the layer then does not run a second time.
+        save="inputs" if config.trainer.checkpoint_activations else "gate_up",
     )
+
+
+class Trainer:
+    """A model, its optimizer and its text. Every method is collective over all ranks.
+
+    Attributes:
+        model: returns the mean loss of (input_ids, targets).
+        optimizer: AdamW.
+    """
+
+    def __init__(self, config: Config, dispatch: DispatchConfig, ranks: Ranks) -> None:
+        """Args: config, all but the dispatch, which `dispatch` gives; ranks, from `join_ranks`.
+
+        Raises:
+            ValueError: the text or the weights cannot be used.
+        """
+        self.config, self.ranks = config, ranks
+        trainer, device = config.trainer, ranks.device
+        self.batches = Batches(
+            config.data,
+            trainer.seed,
+            ranks.rank,
+            ranks.num_ranks,
+            trainer.model.sizes.vocab_size,
+        )
+        self._dispatch = make_dispatch(
+            dispatch.type, _layer(config, dispatch, ranks.ep_group, device)
+        )
+        self.model = build_model(
+            trainer.model.sizes,
+            self._dispatch,
+            max_positions=config.data.sequence_length,
+            process_group=ranks.ep_group,
+            device=device,
+            seed=trainer.seed,
+            dtype=_DTYPES[trainer.param_dtype],
+            weights=CheckpointFolder(trainer.model.weights) if trainer.model.weights else None,
+            finish=self._finish,
+        )
+        self.model.train()
+        options = trainer.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            weight_decay=options.weight_decay,
+            fused=True,  # the others hold a second set of temporaries as large as the model
+        )
+
+    def _finish(self, module: nn.Module) -> None:
+        """Prepare a decoder layer, and at last the model, for training."""
+        trainer, dtype = self.config.trainer, _DTYPES[self.config.trainer.dtype]
+        is_layer = not isinstance(module, CausalLM)
+        if trainer.compile:
+            _compile(module if is_layer else module.model.norm, is_layer)
+        if is_layer and trainer.checkpoint_activations:
+            module.forward = functools.partial(
+                checkpoint,
+                module.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing is random
+            )
+        # One rank alone has nothing to share: FSDP would only copy, unless it casts.
+        if self.ranks.num_ranks == 1 and trainer.param_dtype == trainer.dtype:
+            return
+        if is_layer:
+            shard_layer(module, self.ranks, dtype, self._dispatch.dtype)
+        else:
+            shard_model(module, self.ranks, dtype)
+
+    def step(self, step: int) -> Tensor:
+        """Train on the batch of a step. Returns its loss before, the mean over all ranks, an fp32
+        scalar; on a GPU it need not have run yet."""
+        loss = self.forward_backward(step)
+        self.update(step)
+        return loss
+
+    def forward_backward(self, step: int) -> Tensor:
+        """The gradients of a step, and its loss."""
+        num_ranks = self.ranks.num_ranks
+        inputs, targets = (tokens.to(self.ranks.device) for tokens in self.batches[step])
+        with fastest_attention(self.config.trainer.deterministic):
+            loss = self.model(inputs, targets) / num_ranks  # gradients are summed
+            loss.backward()
+        loss = loss.detach()
+        if num_ranks > 1:
+            dist.all_reduce(loss)
+        return loss
+
+    def update(self, step: int) -> None:
+        """Clip the gradients and step the optimizer."""
+        options = self.config.trainer.optimizer
+        clip_gradients(list(self.model.parameters()), self.ranks, options.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.learning_rate * min(1.0, (step + 1) / (options.warmup_steps + 1))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _compile(module: nn.Module, is_layer: bool) -> None:
+    """Compile attention and norms in place, without a graph break around the experts between."""
+    parts = [module]
+    if is_layer:
+        parts = [module.self_attn, module.input_layernorm, module.post_attention_layernorm]
+    for part in parts:
+        part.forward = torch.compile(part.forward, dynamic=False)  # sizes never change
 
 
 def train(
@@ -162,7 +223,8 @@ def train(
     ranks: Ranks,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Run:
-    """Train a model from its first step. Collective over all ranks.
+    """Train a model from its first step, or from the checkpoint that is to be resumed. Collective
+    over all ranks.
 
     Args:
         config: all but the dispatch, which `dispatch` gives.
@@ -171,106 +233,61 @@ def train(
 
     Raises:
         RuntimeError: the loss is no longer finite.
+        ValueError: the text, the weights or the checkpoint to resume cannot be used.
     """
-    trainer, device = config.trainer, ranks.device
-    batches = Batches(config.data, trainer.seed, ranks.rank, ranks.num_ranks)
-    model = build_model(
-        trainer.model.sizes,
-        make_dispatch(dispatch.type, _layer(config, dispatch, ranks.ep_group, device)),
-        max_positions=config.data.sequence_length,
-        process_group=ranks.ep_group,
-        device=device,
-        seed=trainer.seed,
-    )
-    if trainer.checkpoint_activations:
-        for layer in model.model.layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    model.train()
-    experts = expert_parameters(model)
-    others = _without(model.parameters(), experts)
-    options = trainer.optimizer
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=options.learning_rate,
-        betas=(options.beta1, options.beta2),
-        weight_decay=options.weight_decay,
-    )
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=trainer.dtype == "bf16")
-
-    losses: list[float] = []
-    times = [time.perf_counter()]
-    for step in range(trainer.steps):
-        inputs, targets = (tokens.to(device) for tokens in batches[step])
-        with autocast:
-            logits = model(input_ids=inputs).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        loss.backward()
-        average_gradients(experts, others, ranks)
-        clip_gradients(experts, others, ranks, options.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * min(1.0, (step + 1) / (options.warmup_steps + 1))
-        optimizer.step()
-        optimizer.zero_grad()
-
-        losses.append(_mean(loss.detach(), ranks))
-        if not math.isfinite(losses[-1]):
-            raise RuntimeError(
-                f"the loss of step {step} is {losses[-1]} with dispatch {dispatch.label!r}: lower "
-                "trainer.optimizer.learning_rate or lengthen its warmup_steps"
-            )
-        times.append(time.perf_counter())
-        on_step(step, losses[-1])
+    trainer = config.trainer
+    with _determinism(trainer.deterministic):
+        work = Trainer(config, dispatch, ranks)
+        saved = trainer.checkpoint
+        first_step = 0
+        if saved.resume is not None:
+            first_step = load_checkpoint(work, saved.resume)
+            if first_step >= trainer.steps:
+                raise ConfigError(
+                    f"[trainer.checkpoint] resume = {saved.resume!r} has done {first_step} steps "
+                    f"already: choose trainer.steps above {first_step}"
+                )
+        losses: list[float] = []
+        times = [time.perf_counter()]
+        for step in range(first_step, trainer.steps):
+            losses.append(work.step(step).item())
+            if not math.isfinite(losses[-1]):
+                raise RuntimeError(
+                    f"the loss of step {step} is {losses[-1]} with dispatch {dispatch.label!r}: "
+                    "lower trainer.optimizer.learning_rate or lengthen its warmup_steps"
+                )
+            times.append(time.perf_counter())
+            on_step(step, losses[-1])
+            is_last = step + 1 == trainer.steps
+            if saved.folder is not None and (is_last or (step + 1) % saved.every == 0):
+                save_checkpoint(work, saved.folder, step + 1)
     # The first step allocates memory; where there are others it does not count for the rate.
-    warm = times[1:] if trainer.steps > 1 else times
+    warm = times[1:] if len(times) > 2 else times
     tokens_per_step = config.data.batch_size * config.data.sequence_length
     rate = tokens_per_step * (len(warm) - 1) / (warm[-1] - warm[0])
-    return Run(dispatch.label, losses, times[-1] - times[0], rate)
+    return Run(dispatch.label, losses, times[-1] - times[0], rate, first_step)
 
 
-def average_gradients(
-    experts: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
-) -> None:
-    """Turn each rank's gradients of its own loss into those of the mean loss, in place."""
-    if ranks.num_ranks == 1:
+def free_memory(device: torch.device) -> None:
+    """Give back what a `Trainer` held that is no longer referred to."""
+    gc.collect()  # modules and their hooks refer to one another
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _determinism(enabled: bool) -> Iterator[None]:
+    """Where torch's own kernels add in a fixed order, if `enabled`."""
+    if not enabled:
+        yield
         return
-    for gradient in _gradients(others):
-        dist.all_reduce(gradient)
-    if ranks.replica_group is not None:
-        for gradient in _gradients(experts):
-            dist.all_reduce(gradient, group=ranks.replica_group)
-    for gradient in _gradients([*experts, *others]):
-        gradient.div_(ranks.num_ranks)
-
-
-def clip_gradients(
-    experts: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks, max_norm: float
-) -> float:
-    """Scale averaged gradients down to a norm of at most `max_norm`, in place.
-
-    The norm is that of the whole model, the experts of all ranks included, so that every rank
-    scales alike. Returns the norm before.
-    """
-    square = nn.utils.get_total_norm(_gradients(experts)).square()
-    if ranks.ep_group is not None:
-        dist.all_reduce(square, group=ranks.ep_group)
-    norm = (square + nn.utils.get_total_norm(_gradients(others)).square()).sqrt()
-    nn.utils.clip_grads_with_norm_((*experts, *others), max_norm, norm)
-    return norm.item()
-
-
-def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    # No parameter is without one: a dispatch gives zeros to an expert without rows.
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _mean(loss: Tensor, ranks: Ranks) -> float:
-    if ranks.num_ranks > 1:
-        dist.all_reduce(loss)
-    return loss.item() / ranks.num_ranks
-
-
-def _without(
-    parameters: Iterator[nn.Parameter], left_out: list[nn.Parameter]
-) -> list[nn.Parameter]:
-    ids = {id(parameter) for parameter in left_out}
-    return [parameter for parameter in parameters if id(parameter) not in ids]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -1,0 +1,135 @@
+"""What is made of step measurements: ratios, entries of a results file, and stacked bars."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .ledger import sources_sha256
+from .step import BACKENDS, Measurement, StepRow
+from .step_parts import PARTS
+
+# Step time with Weft over that of the unfused baseline on one H200, by preset and layers: the most
+# that it should be.
+_MOST_OF_STEP = {("qwen3-30b-a3b", 8): 0.76, ("qwen3-235b-a22b", 2): 0.83}
+_MOST_OF_DECODER = 0.73
+
+# What tells the entries of a results file apart.
+_KEY = ("preset", "num_layers", "ep", "backend", "precision")
+
+_COLORS = dict(
+    zip(PARTS, ("tab:blue", "tab:orange", "tab:green", "tab:gray", "lightgray"), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class StepRatio:
+    """Time with Weft over the baseline's; `target` is the most it should be on an H200, or None."""
+
+    row: StepRow
+    meaning: str
+    value: float
+    target: float | None
+
+
+def step_ratios(measurements: Iterable[Measurement]) -> Iterator[StepRatio]:
+    """Each measurement of Weft beside the baseline's of the same case: whole step, decoder layers
+    alone, and peak memory."""
+    measurements = list(measurements)
+    for own in measurements:
+        row = own.row
+        for other in measurements:
+            same = _case(row) == _case(other.row)
+            if not same or row.backend == BACKENDS[0] or other.row.backend != BACKENDS[0]:
+                continue
+            target = _MOST_OF_STEP.get((row.preset, row.num_layers)) if row.ep == 1 else None
+            yield StepRatio(row, "step", row.step_s / other.row.step_s, target)
+            decoder = None if target is None else _MOST_OF_DECODER
+            yield StepRatio(row, "decoder layers alone", own.decoder_s / other.decoder_s, decoder)
+            # Of a CPU it is the most that the process ever had, whichever backend ran.
+            most = None if row.mfu is None else 1.0
+            yield StepRatio(row, "peak memory", row.peak_gib / other.row.peak_gib, most)
+
+
+def merge_rows(path: Path, rows: Iterable[StepRow]) -> None:
+    """Put rows under `step` of a results file, in place of earlier ones of the same case, backend
+    and precision. All else in it stays; a file that is not there is made.
+
+    Raises:
+        ValueError: the file is no results file; it is as before.
+    """
+    record = _read(path)
+    earlier = record.get("step", [])
+    new = [row.as_dict() for row in rows]
+    replaced = {_key(row) for row in new}
+    record["step"] = [row for row in earlier if _key(row) not in replaced] + new
+    path.parent.mkdir(parents=True, exist_ok=True)
+    incomplete = path.with_name(f".{path.name}.incomplete")
+    incomplete.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(incomplete, path)
+
+
+def is_of_other_sources(path: Path, root: Path) -> bool:
+    """Whether a results file says that what is in it was measured with other sources than those of
+    the checkout `root`.
+
+    Raises:
+        ValueError: the file is no results file.
+    """
+    measured = _read(path).get("sources_sha256")
+    return measured is not None and measured != sources_sha256(root)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no results file ({error}): name another") from error
+    if not isinstance(record, dict) or not isinstance(record.get("step", []), list):
+        raise ValueError(
+            f"{path} is no results file, which is an object with a list `step`: name another"
+        )
+    return record
+
+
+def plot_steps(measurements: list[Measurement], title: str, path: Path) -> None:
+    """Step time by parts, a bar a backend, a group of bars a case, as PNG."""
+    # The object interface: pyplot would look for a display.
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(_case(m.row) for m in measurements))
+    # A gap between cases.
+    places = [cases.index(_case(m.row)) + i for i, m in enumerate(measurements)]
+    figure = Figure(figsize=(max(6.0, 1.6 + 1.5 * len(measurements)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    bottoms = [0.0] * len(measurements)
+    for part in PARTS:
+        heights = [m.shares[part] * m.row.step_s * 1e3 for m in measurements]
+        axes.bar(places, heights, 0.8, bottoms, color=_COLORS[part], label=part)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for place, top in zip(places, bottoms, strict=True):
+        axes.annotate(f"{top:.0f}", (place, top), ha="center", va="bottom", fontsize=9)
+    labels = [
+        f"{m.row.backend} {m.row.precision}\n{m.row.preset}\n{m.row.num_layers} layers, EP {m.row.ep}"
+        for m in measurements
+    ]
+    axes.set_xticks(places, labels, fontsize=8)
+    axes.set_ylabel("ms a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS))
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _case(row: StepRow) -> tuple[object, ...]:
+    return row.preset, row.num_layers, row.ep
+
+
+def _key(row: dict[str, object]) -> tuple[object, ...]:
+    return tuple(row.get(name) for name in _KEY)
