@@ -48,5 +48,12 @@ def test_attention_is_causal_and_shares_key_heads():
     torch.testing.assert_close(y, want.transpose(1, 2))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cudnn_attention_is_for_runs_that_need_not_repeat(deterministic):
+    with fastest_attention(deterministic):
+        assert torch.backends.cuda.cudnn_sdp_enabled() is not deterministic
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_the_attention_kernel_that_runs_is_named():
     assert attention_kernel(make_config(), torch.device("cpu")) == "flash_attention_for_cpu"

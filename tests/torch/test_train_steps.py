@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import MODEL, make_config, one_thread, run
 from weft_moe.train.ranks import join_ranks
 from weft_moe.train.report import largest_difference, write_losses
-from weft_moe.train.trainer import Trainer
+from weft_moe.train.trainer import Trainer, train
 
 NUM_LAYERS = MODEL["num_layers"]
 # Relative, over 50 steps. The two dispatches round at different places, and training spreads that:
@@ -102,3 +102,16 @@ def test_compiled_attention_gives_the_same_losses(monkeypatch):
     # Attention, the norm before and after it, and the last norm; not once for each layer.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert compiled == pytest.approx(run(make_config(**config)).losses, rel=1e-5)
+
+
+def test_determinism_is_asked_of_torch_during_the_training_alone(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else it would stay set
+    seen = []
+
+    def note(step, loss):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+
+    config = make_config(steps=1, type="torch", deterministic=True)
+    with one_thread(), join_ranks(config) as ranks:
+        train(config, config.trainer.dispatches[0], ranks, note)
+    assert seen == [True] and not torch.are_deterministic_algorithms_enabled()

@@ -1,15 +1,11 @@
-"""The trainer's configuration: a TOML file becomes frozen dataclasses, checked on the way.
-
-Every table is a dataclass and every key one of its fields, so this file is the list of all
-options. A key that no dataclass knows is refused, never ignored.
+"""The trainer's configuration: the list of all options. Every table of a file is a dataclass here and
+every key one of its fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
-import types
-import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +14,13 @@ from typing import Any
 import torch
 
 from .dispatch import check_dispatch
+from .tables import ConfigError, merged, option, parse
 
 DTYPES = ("fp32", "bf16")
 DEVICES = ("cpu", "cuda")
 
 # The least vocabulary: a token is a byte of text.
 NUM_BYTES = 256
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +93,6 @@ PRESET_TABLES: dict[str, dict[str, Any]] = {
 }
 
 
-def _option(
-    default: Any = dataclasses.MISSING,
-    *,
-    choices: Collection[str] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
-    limits = {"choices": choices, "minimum": minimum, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata=limits)
-
-
 @dataclass(frozen=True)
 class DispatchConfig:
     """[trainer.model.moe.dispatch]: how tokens reach their experts."""
@@ -138,16 +119,16 @@ class MoeConfig:
 class ModelConfig:
     """[trainer.model]: a preset, and sizes that replace the preset's where they are given."""
 
-    preset: str = _option("tiny", choices=PRESETS)
-    num_layers: int | None = _option(None, minimum=1)
-    hidden: int | None = _option(None, minimum=1)
-    intermediate: int | None = _option(None, minimum=1)
-    num_experts: int | None = _option(None, minimum=1)
-    top_k: int | None = _option(None, minimum=1)
-    num_heads: int | None = _option(None, minimum=1)
-    num_kv_heads: int | None = _option(None, minimum=1)
-    head_dim: int | None = _option(None, minimum=1)
-    vocab_size: int | None = _option(None, minimum=NUM_BYTES)
+    preset: str = option("tiny", choices=PRESETS)
+    num_layers: int | None = option(None, minimum=1)
+    hidden: int | None = option(None, minimum=1)
+    intermediate: int | None = option(None, minimum=1)
+    num_experts: int | None = option(None, minimum=1)
+    top_k: int | None = option(None, minimum=1)
+    num_heads: int | None = option(None, minimum=1)
+    num_kv_heads: int | None = option(None, minimum=1)
+    head_dim: int | None = option(None, minimum=1)
+    vocab_size: int | None = option(None, minimum=NUM_BYTES)
     # A Hugging Face checkpoint folder to start from, instead of random weights. It may have more
     # layers; all its other sizes must be the model's.
     weights: str | None = None
@@ -181,12 +162,12 @@ class ModelConfig:
 class OptimizerConfig:
     """[trainer.optimizer]: AdamW with a linear warm-up."""
 
-    learning_rate: float = _option(1e-3, above=0)
-    beta1: float = _option(0.9, minimum=0, below=1)
-    beta2: float = _option(0.95, minimum=0, below=1)
-    weight_decay: float = _option(0.1, minimum=0)
-    max_grad_norm: float = _option(1.0, above=0)
-    warmup_steps: int = _option(0, minimum=0)
+    learning_rate: float = option(1e-3, above=0)
+    beta1: float = option(0.9, minimum=0, below=1)
+    beta2: float = option(0.95, minimum=0, below=1)
+    weight_decay: float = option(0.1, minimum=0)
+    max_grad_norm: float = option(1.0, above=0)
+    warmup_steps: int = option(0, minimum=0)
 
 
 @dataclass(frozen=True)
@@ -203,7 +184,7 @@ class CompareConfig:
     """
 
     type: str
-    tolerance: float = _option(minimum=0)
+    tolerance: float = option(minimum=0)
     precision: str | None = None
 
 
@@ -218,7 +199,7 @@ class CheckpointConfig:
     # Where folders step-N are written, seen by all ranks; without it, nothing is.
     folder: str | None = None
     # Steps between two of them. The last step is always written.
-    every: int = _option(100, minimum=1)
+    every: int = option(100, minimum=1)
     # A folder step-N to go on from.
     resume: str | None = None
 
@@ -227,31 +208,31 @@ class CheckpointConfig:
 class TrainerConfig:
     """[trainer]"""
 
-    steps: int = _option(minimum=1)
+    steps: int = option(minimum=1)
     # Ranks to start where no launcher has started them; without it, as many as `ep`.
-    num_ranks: int | None = _option(None, minimum=1)
+    num_ranks: int | None = option(None, minimum=1)
     # Ranks that share the experts; it divides the number of ranks.
-    ep: int = _option(1, minimum=1)
+    ep: int = option(1, minimum=1)
     # Copies of the sharded model, as in hybrid sharding: 1 shards it over all ranks; the number of
     # nodes keeps the gathering of weights inside each, and only gradients travel between them.
-    dp_replicate: int = _option(1, minimum=1)
+    dp_replicate: int = option(1, minimum=1)
     # Without it, "cuda" where torch sees a device.
-    device: str | None = _option(None, choices=DEVICES)
+    device: str | None = option(None, choices=DEVICES)
     # Compute type of everything outside the experts, whose own is the dispatch's.
-    dtype: str = _option("fp32", choices=DTYPES)
+    dtype: str = option("fp32", choices=DTYPES)
     # Type of the parameters, their gradients and AdamW's two moments between steps. "fp32" keeps
     # master weights, which each rank's shard is cast from for a step: 16 bytes a parameter. "bf16"
     # keeps none: 8 bytes, and updates below 2^-9 of a weight are lost.
-    param_dtype: str = _option("fp32", choices=DTYPES)
+    param_dtype: str = option("fp32", choices=DTYPES)
     # Keep of each layer only its input, and compute the layer again in the backward.
     checkpoint_activations: bool = False
     # Compile attention's glue (norms, rotary embedding) with torch.compile.
     compile: bool = False
     # The same bits in every run, also on CUDA, where the fastest attention has no fixed order.
     deterministic: bool = False
-    seed: int = _option(0, minimum=0)
+    seed: int = option(0, minimum=0)
     # Steps between two lines of progress.
-    log_every: int = _option(10, minimum=1)
+    log_every: int = option(10, minimum=1)
     # Folder for the loss plot and losses.csv.
     output: str = "runs"
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -286,13 +267,13 @@ class DataConfig:
 
     # A file, or a folder whose files are all read; without it, Python's standard library.
     path: str | None = None
-    max_bytes: int = _option(1 << 22, minimum=1)
+    max_bytes: int = option(1 << 22, minimum=1)
     # "bytes"; or "words", each different word of the text a token, which spreads over a large
     # vocabulary as a language does and needs no file; or a tokenizer.json, such as a checkpoint's.
     tokenizer: str = "bytes"
     # Sequences a step over all ranks together, so that a run does not depend on their number.
-    batch_size: int = _option(8, minimum=1)
-    sequence_length: int = _option(128, minimum=1)
+    batch_size: int = option(8, minimum=1)
+    sequence_length: int = option(128, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -386,7 +367,7 @@ def load_config(path: str | Path, overrides: Collection[str] = ()) -> Config:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
     for line in overrides:
         try:
-            tables = _merged(tables, tomllib.loads(line))
+            tables = merged(tables, tomllib.loads(line))
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(
                 f"override {line!r} is no TOML ({error}): write key = value, "
@@ -401,7 +382,7 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: as `load_config`.
     """
-    return _parse(Config, _merged(_preset_tables(tables), tables), "")
+    return parse(Config, merged(_preset_tables(tables), tables))
 
 
 def _preset_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,64 +390,3 @@ def _preset_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("trainer", "model", "preset"):
         tables = tables.get(key) if isinstance(tables, Mapping) else None
     return PRESET_TABLES.get(tables, {}) if isinstance(tables, str) else {}
-
-
-def _merged(base: Any, over: Any) -> Any:
-    if not (isinstance(base, dict) and isinstance(over, dict)):
-        return over
-    return base | {key: _merged(base.get(key), value) for key, value in over.items()}
-
-
-def _parse(cls: type, table: Any, where: str) -> Any:
-    title = f"[{where}]" if where else "the file"
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{title} = {table!r}: a table is needed")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for key in table:
-        if key not in fields:
-            raise ConfigError(f"{title} has an unknown key {key!r}: known are {', '.join(fields)}")
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for name, field in fields.items():
-        path = f"{where}.{name}".lstrip(".")
-        # X | None only marks an optional key: TOML has no null.
-        kind: Any = next(t for t in _alternatives(hints[name]) if t is not types.NoneType)
-        required = field.default is dataclasses.MISSING
-        if name not in table and not required:
-            continue
-        if dataclasses.is_dataclass(kind):
-            values[name] = _parse(kind, table.get(name, {}), path)
-        elif name in table:
-            values[name] = _value(kind, table[name], f"{title} {name}", field.metadata)
-        else:
-            raise ConfigError(f"{title} lacks the key {name!r}")
-    try:
-        return cls(**values)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{title} {error}") from error
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _value(kind: type, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
-    accepted = (int, float) if kind is float else kind
-    # bool is an int to Python, not to a reader of a configuration.
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-        raise ConfigError(f"{key} = {value!r}: {names[kind]} is needed")
-    choices, minimum = limits.get("choices"), limits.get("minimum")
-    above, below = limits.get("above"), limits.get("below")
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{key} = {value!r}: choose one of {', '.join(map(repr, choices))}")
-    # Written so that nan, which compares false with everything, is refused as well.
-    if minimum is not None and not value >= minimum:
-        raise ConfigError(f"{key} = {value!r}: must be at least {minimum}")
-    if above is not None and not value > above:
-        raise ConfigError(f"{key} = {value!r}: must be more than {above}")
-    if below is not None and not value < below:
-        raise ConfigError(f"{key} = {value!r}: must be less than {below}")
-    return kind(value)

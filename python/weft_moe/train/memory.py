@@ -78,10 +78,10 @@ def estimate(config: Config, num_ranks: int, num_layers: int | None = None) -> M
     # head's weights, which stay.
     whole = (3 * width + 4) * (local_experts + rest) + 2 * width * head if is_sharded else 0
 
-    # Rows of the experts: z and its gradient, the activation and its gradient, and x and y, each
-    # once on its way there and once on its way back.
+    # Rows of the experts in the backward, two bytes an element: x, dy and dx; z [2I], the activation
+    # [I], and their gradients.
     rows = tokens * sizes.top_k
-    inside_experts = 2 * rows * (3 * sizes.intermediate + 2 * sizes.hidden)
+    inside_experts = 2 * rows * (3 * sizes.hidden + 6 * sizes.intermediate)
     # Queries, keys and values with their gradients and rotated copies, beside the normed inputs.
     qkv = sizes.head_dim * (sizes.num_heads + 2 * sizes.num_kv_heads)
     inside_attention = width * tokens * (3 * qkv + 4 * sizes.hidden)
