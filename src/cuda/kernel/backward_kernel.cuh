@@ -13,8 +13,6 @@
 // read once, by the task that puts dz in its place.
 #pragma once
 
-#include <type_traits>
-
 #include "core/status.hpp"
 #include "cuda/launch/backward.hpp"
 #include "cuda/stage/backward_tasks.cuh"
@@ -24,11 +22,9 @@ namespace weft {
 
 template <class Probe>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardParams params) {
-  constexpr int32_t kSumChunks = std::is_same_v<Probe, NoProbe> ? 4 : 2;  // a probe takes registers
   const Probe probe(params);
-  run_roles<kSumChunks>(params, ProbedOperands<BackwardOperands, Probe>{{params, *params.plan.num_passes == 1}, probe},
-                        ProbedBodies<BackwardBodies, Probe>{{params}, probe}, Direction::kBackward, params.combine,
-                        probe);
+  run_roles<2>(params, ProbedOperands<BackwardOperands, Probe>{{params, *params.plan.num_passes == 1}, probe},
+               ProbedBodies<BackwardBodies, Probe>{{params}, probe}, Direction::kBackward, params.combine, probe);
 }
 
 template <class Probe>

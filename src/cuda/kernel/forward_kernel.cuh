@@ -15,7 +15,7 @@ namespace weft {
 template <bool kSaveZ, class Probe>
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
   const Probe probe(params);
-  run_roles<4>(params, ProbedOperands<ForwardOperands, Probe>{{params}, probe},
+  run_roles<3>(params, ProbedOperands<ForwardOperands, Probe>{{params}, probe},
                ProbedBodies<ForwardBodies<kSaveZ>, Probe>{{params}, probe}, Direction::kForward, params.combine, probe);
 }
 

@@ -30,8 +30,27 @@ __device__ __forceinline__ ChunkRange chunks_of_part(const LayerShape& shape, in
   return {begin * kTileChunks, min_of(end * kTileChunks, static_cast<uint32_t>(shape.hidden / 8))};
 }
 
+// Adds kRows rows to kChunks pieces a lane. All loads are made before the first sum, and none under a condition: it
+// would wait for the one before it.
+template <int32_t kRows, int32_t kChunks>
+__device__ __forceinline__ void add_rows(float (&sums)[kChunks][8], const uint4* chunks, uint32_t row_begin,
+                                         int32_t first_row, const uint32_t (&chunk)[kChunks]) {
+  uint4 values[kRows][kChunks];
+#pragma unroll
+  for (int32_t r = 0; r < kRows; ++r) {
+    const uint32_t begin = __shfl_sync(~0U, row_begin, first_row + r);
+#pragma unroll
+    for (int32_t c = 0; c < kChunks; ++c) values[r][c] = ptx::load_16(chunks + (begin + chunk[c]));
+  }
+#pragma unroll
+  for (int32_t r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int32_t c = 0; c < kChunks; ++c) add_bf16x8(sums[c], values[r][c]);
+  }
+}
+
 // One warp writes the sum of `num_rows` rows of `base` to `target` [H]; lane n knows where row n begins, in pieces of
-// 16 bytes (counted in 32 bits: 64 GiB). kChunks pieces a lane of kRowsAtOnce rows are in flight.
+// 16 bytes (counted in 32 bits: 64 GiB). kChunks pieces a lane of up to kRowsAtOnce rows are in flight.
 template <int32_t kChunks, int32_t kRowsAtOnce>
 __device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, int32_t num_rows,
                                          const ChunkRange& range, Bf16* target) {
@@ -40,29 +59,21 @@ __device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, i
   const uint32_t lane = threadIdx.x % 32;
 #pragma unroll 1
   for (uint32_t first = range.begin; first < range.end; first += kChunks * 32) {
+    uint32_t chunk[kChunks];  // beyond the range its last one again, in vain
+#pragma unroll
+    for (int32_t c = 0; c < kChunks; ++c) chunk[c] = min_of(first + lane + c * 32, range.end - 1);
     float sums[kChunks][8] = {};
+    int32_t row = 0;
 #pragma unroll 1
-    for (int32_t n = 0; n < num_rows; n += kRowsAtOnce) {
-      uint4 values[kRowsAtOnce][kChunks];
-#pragma unroll
-      for (int32_t r = 0; r < kRowsAtOnce; ++r) {
-        const uint32_t begin = __shfl_sync(~0U, row_begin, n + r) + first + lane;
-#pragma unroll
-        for (int32_t c = 0; c < kChunks; ++c) {
-          const bool present = n + r < num_rows && first + lane + c * 32 < range.end;
-          values[r][c] = present ? ptx::load_16(chunks + begin + c * 32) : uint4{};
-        }
-      }
-#pragma unroll
-      for (int32_t r = 0; r < kRowsAtOnce; ++r) {
-#pragma unroll
-        for (int32_t c = 0; c < kChunks; ++c) add_bf16x8(sums[c], values[r][c]);
-      }
-    }
+    for (; row + kRowsAtOnce <= num_rows; row += kRowsAtOnce)
+      add_rows<kRowsAtOnce>(sums, chunks, row_begin, row, chunk);
+#pragma unroll 1
+    for (; row + 2 <= num_rows; row += 2) add_rows<2>(sums, chunks, row_begin, row, chunk);
+    if (row < num_rows) add_rows<1>(sums, chunks, row_begin, row, chunk);
 #pragma unroll
     for (int32_t c = 0; c < kChunks; ++c) {
       if (first + lane + c * 32 >= range.end) continue;
-      ptx::store_16(sum_chunks + first + lane + c * 32,
+      ptx::store_16(sum_chunks + chunk[c],
                     uint4{ptx::pack_bf16(sums[c][0], sums[c][1]), ptx::pack_bf16(sums[c][2], sums[c][3]),
                           ptx::pack_bf16(sums[c][4], sums[c][5]), ptx::pack_bf16(sums[c][6], sums[c][7])});
     }

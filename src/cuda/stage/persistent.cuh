@@ -1,11 +1,11 @@
 // The shape of a persistent kernel: which warp of which CTA takes which role.
 //
 //   warps   role        registers  waits for                             raises
-//   0       load        88         task_full, stage_empty                stage_full
-//   1       scheduler   88         rows_ready, z_ready, mid_ready,       task_full (first CTA of the cluster only)
+//   0       load        104        task_full, stage_empty                stage_full
+//   1       scheduler   104        rows_ready, z_ready, mid_ready,       task_full (first CTA of the cluster only)
 //                                  task_empty
-//   2-3     comm        88         out_ready, arrived                    rows_ready; arrived, or a row of the result
-//   4-11    math        208        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready
+//   2-3     comm        104        out_ready, arrived                    rows_ready; arrived, or a row of the result
+//   4-11    math        200        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready
 //                                                                        and then, without tasks, as comm
 //
 // A launch runs the phases and passes that its parameters name: all, or one phase at a time on the phased path, where
@@ -56,7 +56,7 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
 
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   if (warp < 4) {
-    ptx::give_registers<88>();
+    ptx::give_registers<104>();
     if (warp == 0) {
       if (threadIdx.x == 0) {
         const typename Probe::Span span = probe.begin(WEFT_TRACE_LOAD);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
       run_comm_passes(params, direction, combine, blockIdx.x == 0 && warp == 2, probe);
     }
   } else {
-    ptx::take_registers<208>();
+    ptx::take_registers<200>();
     run_math(params, shared, bodies, warp / 4 - 1);
     const int32_t last_pass = end_pass(params) - 1;
     if (enter_pass(params, last_pass)) {
