@@ -91,8 +91,8 @@ class Group:
 
     @property
     def agrees_on_tokens(self) -> bool:
-        """Whether the ranks have yet to agree on max_tokens: until the first call of a group of
-        processes that was made without it."""
+        """Whether the ranks have yet to agree on max_tokens, which a group of processes that was
+        made without it does in its first call."""
         return self.max_tokens is None and self._has_processes
 
     def tokens_for(self, x: Sequence[Tensor], deadline_s: float) -> int:

@@ -113,12 +113,12 @@ struct DeviceRank {
   cudaStream_t stream = nullptr;
 };
 
-constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, true, 8, 2}};
+constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, true, 8, 2, 1}};
 constexpr TaskChoice kBackwardTasks{
-    Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, 8, 2}};
+    Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, 8, 2, 1}};
 constexpr TaskChoice kRecomputingTasks{Direction::kBackward,
                                        {true, true, true, true, Recompute::kInSeveralPasses},
-                                       {{128, 256, 128, 256, 256, 128}, true, 8, 2}};
+                                       {{128, 256, 128, 256, 256, 128}, true, 8, 2, 1}};
 
 class DeviceGroup {
  public:

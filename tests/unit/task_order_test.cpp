@@ -24,7 +24,7 @@ using cases::Routing;
 
 constexpr int64_t kHidden = 384;
 constexpr int64_t kIntermediate = 256;
-constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, 8, 2};
+constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, 8, 2, 1};
 
 // One way of calling the layer.
 struct CallShape {
