@@ -148,6 +148,8 @@ class Ranks:
 
     def check(self, y: list[Tensor]) -> None:
         """As near to fp64 as twice an unfused layer, and near to one rank."""
+        torch.cuda.synchronize()
+        weft.check()  # the words of a stall say more than the rows that it left unwritten
         y = torch.cat([part.to("cuda") for part in y])
         exact = self.whole.dense(torch.float64)
         allowed = 2 * (self.whole.dense(torch.bfloat16).bfloat16().double() - exact).norm()
@@ -583,7 +585,9 @@ def _training_graph(rank: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x, weights, gate_up, down = leaves
-        y = weft.moe(x, idx, weights, gate_up, down, group=group, num_experts=2)
+        y = weft.moe(
+            x, idx, weights, gate_up, down, group=group, num_experts=2, deadline_s=DEADLINE_S
+        )  # of the layer that the calls above have made
         grads = torch.autograd.grad(y, leaves, dy)
     for problem, wanted in zip(problems, expected, strict=True):
         with torch.no_grad():

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/launch/fault.hpp"
+#include "cuda/launch/runtime.hpp"
 #include "cuda/launch/workspace.hpp"
 
 namespace weft {
@@ -20,6 +21,16 @@ std::string disagreement(const Call& own, const Call& peer) {
   report.value = encode_call(peer);
   const std::string text = describe(report, kShape);
   return text.substr(0, text.find(';'));
+}
+
+TEST(Fault, AFirstCallInsideACaptureSaysWhatToDo) {
+  try {
+    check_cuda(cudaErrorStreamCaptureUnsupported, "cannot allocate");
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), WEFT_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(error.what()).find("run the same call once before"), std::string::npos) << error.what();
+  }
 }
 
 TEST(Fault, ADisagreementNamesWhatBothRan) {

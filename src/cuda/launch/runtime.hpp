@@ -12,6 +12,9 @@
 namespace weft {
 
 inline void check_cuda(cudaError_t status, const char* what) {
+  require(status != cudaErrorStreamCaptureUnsupported, WEFT_INVALID_ARGUMENT, what,
+          ", since a CUDA graph is being captured: run the same call once before, with the same options; it makes what "
+          "the layer keeps between calls");
   require(status == cudaSuccess, status == cudaErrorMemoryAllocation ? WEFT_OUT_OF_MEMORY : WEFT_INTERNAL, what, ": ",
           cudaGetErrorString(status));
 }

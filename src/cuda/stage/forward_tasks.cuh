@@ -40,9 +40,11 @@ struct ForwardOperands {
   __device__ __forceinline__ void load_extra(uint8_t*, uint8_t*, uint64_t*, const LoadTile&, int32_t) const {}
 };
 
-// silu(g) u in fp32; tanh.approx is accurate to 2^-11, below the rounding of the result.
+// silu(g) u in fp32; tanh.approx is accurate to 2^-11, below the rounding of the result. Whether there is a limit is
+// asked once a tile: a condition an element would cost as much as the element.
+template <bool kClamps>
 __device__ __forceinline__ float swiglu_approx(float g, float u, float clamp_limit) {
-  if (clamp_limit > 0) {
+  if constexpr (kClamps) {
     g = fminf(g, clamp_limit);
     u = fminf(fmaxf(u, -clamp_limit), clamp_limit);
   }
@@ -68,10 +70,17 @@ struct ForwardBodies {
   }
   __device__ __forceinline__ void run(const TaskHead& head, int32_t row_in_block, StageReader& stage, TileStore& store,
                                       DeferredPublish& publish, float (&acc)[128]) const {
+    // Before the product, which hides the wait for them.
+    const float* row_weight = params.plan.row_weight + head.m_tile * kBlockRows + row_in_block + threadIdx.x % 32 / 4;
+    const float weights[2] = {row_weight[0], row_weight[8]};
     multiply<ptx::Major::kK, ptx::Major::kK>(stage, forward_steps(params.plan.shape, head.kind), row_in_block / 64,
                                              publish, acc);
     if (head.kind == TaskKind::kGateUp) {
-      finish_gate_up(head, row_in_block, store, acc);
+      if (params.clamp_limit > 0) {
+        finish_gate_up<true>(head, row_in_block, weights, store, acc);
+      } else {
+        finish_gate_up<false>(head, row_in_block, weights, store, acc);
+      }
     } else {
       const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
       store_bf16(store, &params.rows_store, head.n_tile * kTileN, first_row, 0, acc);
@@ -79,13 +88,10 @@ struct ForwardBodies {
   }
 
  private:
-  __device__ __forceinline__ void finish_gate_up(const TaskHead& head, int32_t row_in_block, TileStore& store,
-                                                 float (&acc)[128]) const {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
-    const int32_t virtual_row = head.m_tile * kBlockRows + row_in_block;
-    const int32_t first_row = pool_row(params.plan, virtual_row);
-    const float weights[2] = {params.plan.row_weight[virtual_row + lane / 4],
-                              params.plan.row_weight[virtual_row + lane / 4 + 8]};
+  template <bool kClamps>
+  __device__ __forceinline__ void finish_gate_up(const TaskHead& head, int32_t row_in_block, const float (&weights)[2],
+                                                 TileStore& store, float (&acc)[128]) const {
+    const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
 #pragma unroll
     for (int32_t part = 0; part < 2; ++part) {
       if constexpr (kSaveZ) store_z(store, &params.z_store, head.n_tile, part, first_row, acc);
@@ -93,8 +99,8 @@ struct ForwardBodies {
       store.store(&params.act_store, column, first_row, 0, [&](int32_t j, int32_t half) {
         const uint32_t g = packed_z(acc, kGateAcc, part, j, half);
         const uint32_t u = packed_z(acc, kUpAcc, part, j, half);
-        const float low = swiglu_approx(ptx::low_bf16(g), ptx::low_bf16(u), params.clamp_limit);
-        const float high = swiglu_approx(ptx::high_bf16(g), ptx::high_bf16(u), params.clamp_limit);
+        const float low = swiglu_approx<kClamps>(ptx::low_bf16(g), ptx::low_bf16(u), params.clamp_limit);
+        const float high = swiglu_approx<kClamps>(ptx::high_bf16(g), ptx::high_bf16(u), params.clamp_limit);
         return ptx::pack_bf16(weights[half] * low, weights[half] * high);
       });
     }

@@ -152,7 +152,9 @@ class StageReader {
 template <ptx::Major kA, ptx::Major kB>
 __device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, int32_t warpgroup,
                                          DeferredPublish& publish, float (&acc)[128]) {
-  constexpr int32_t kPublishStep = 2;
+  // To publish takes a fence, which waits. Two steps are in flight meanwhile, and the warpgroups take turns, so that the
+  // tensor cores have work.
+  const int32_t publish_step = 2 + 2 * warpgroup;
   constexpr int32_t kAdvanceA = kA == ptx::Major::kK ? 2 : 128;
   constexpr int32_t kAdvanceB = kB == ptx::Major::kK ? 2 : 128;
   int32_t previous = 0;
@@ -167,11 +169,11 @@ __device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, 
       ptx::wgmma_m64n256k16<kA, kB>(acc, a + kAdvanceA * k, b + kAdvanceB * k, step > 0 || k > 0);
     }
     ptx::wgmma_commit();
+    if (step == publish_step) publish.publish();
     if (step > 0) {
       ptx::wgmma_wait<1>();
       stage.release(previous);
     }
-    if (step == kPublishStep) publish.publish();
     previous = stage.index();
     stage.advance();
   }
