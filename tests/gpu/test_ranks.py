@@ -228,6 +228,20 @@ def test_virtual_ranks_agree_with_one_rank(ep_size: int) -> None:
 SOME_TOKENS = {2: [0, 777], 4: [0, 1, 777, 300], 8: [0, 1, 777, 300, 64, 0, 129, 500]}
 
 
+def _far_ahead(_) -> None:
+    group = weft.virtual_ep_group(8, device="cuda", max_tokens=1024)
+    ranks = Ranks(SOME_TOKENS[8], route=_to_first_rank)
+    y = ranks.run(group)
+    for _ in range(100):
+        again = ranks.run(group)
+    ranks.check(y)
+    assert _same(again, y)
+
+
+def test_ranks_without_work_come_early_for_the_next_call_and_take_no_room() -> None:
+    run_ranks(_far_ahead, 1, timeout_s=TIMEOUT_S)
+
+
 def _virtual_backward(_, ep_size: int) -> None:
     group = weft.virtual_ep_group(ep_size, device="cuda", max_tokens=1024)
     for name, route in ALL_ROUTES.items():

@@ -179,10 +179,19 @@ void launch_plan(const PlanLaunch& launch, cudaStream_t stream) {
   const LayerShape& shape = launch.plan.shape;
   PlanParams params{launch, shape.num_local_experts(), max_of(1, num_ctas / shape.ep_size), 0};
   params.num_chunks = params.chunks_per_source * shape.ep_size;
-  void* arguments[] = {&params};
-  check(cudaLaunchKernel(plan_kernel, dim3(static_cast<unsigned>(num_ctas)), dim3(kPlanThreads), arguments,
-                         static_cast<size_t>(shared_bytes), stream),
-        "launch of the plan kernel");
+  // In clusters of two, which it has no use for: where ranks share a device a plan that waits for its peers may stand
+  // beside a persistent kernel that has yet to start. One CTA of it in each pair of SMs would leave that no pair.
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {num_ctas % 2 == 0 ? 2U : 1U, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(num_ctas));
+  config.blockDim = dim3(kPlanThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, plan_kernel, params), "launch of the plan kernel");
 }
 
 }  // namespace weft
