@@ -143,6 +143,9 @@ class Call {
       const LayerKey& key = key_;
       const Device device = x_[0].device();
       if (!device.is_cpu()) on_device_.emplace(device.index());
+      require(!debug_.trace || debug_.trace->device() == device, "trace is on ",
+              debug_.trace ? name_of(debug_.trace->device()) : "", ", x on ", name_of(device),
+              "; make the Trace on the device of the call");
       stream_ = current_stream(device);
       place_ = {key.device, capture_of(stream_)};
       for (size_t r = 0; r < size(); ++r) {

@@ -89,6 +89,9 @@ class Trace:
         ]
 
 
+_debug = (SCHEDULES["auto"], 0, None, 0, 0)  # the arguments of set_debug in force
+
+
 @contextlib.contextmanager
 def debugging(
     *,
@@ -98,7 +101,8 @@ def debugging(
     max_delay_ns: int = 0,
     seed: int = 0,
 ) -> Iterator[None]:
-    """Calls of this process inside the context, backwards too, are made in this way.
+    """Calls of this process inside the context, backwards too, are made in this way, and after it as
+    before. Of a group all ranks must be in such a context, or none.
 
     Args:
         schedule: "overlapped" or "phased", the same task bodies stage by stage; the bits are the
@@ -115,8 +119,12 @@ def debugging(
     code = library.code("schedule", schedule, SCHEDULES)
     skipped = sum(library.code("skip", name, PHASES) for name in set(skip))
     buffer = None if trace is None else trace.buffer
-    torch.ops.weft.set_debug(code, skipped, buffer, max_delay_ns, seed)
+    global _debug
+    inner = (code, skipped, buffer, max_delay_ns, seed)
+    torch.ops.weft.set_debug(*inner)
+    outer, _debug = _debug, inner
     try:
         yield
     finally:
-        torch.ops.weft.set_debug(SCHEDULES["auto"], 0, None, 0, 0)
+        _debug = outer
+        torch.ops.weft.set_debug(*_debug)

@@ -97,7 +97,7 @@ void launch_together(weft_layer* layer, const RankMemory& memory, CallKind launc
   try {
     layer->group->or_refuse(deadline_s, launch);
     layer->group->meet({launched, layer->fingerprint}, deadline_s);
-  } catch (const Error&) {
+  } catch (...) {
     try {
       layer->backend->join(stream);
     } catch (const Error&) {

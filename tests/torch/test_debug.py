@@ -50,8 +50,11 @@ def test_both_schedules_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("options", [dict(skip=["pull"]), dict(max_delay_ns=10)], ids=str)
 def test_the_cpu_has_no_probes_and_calls_after_the_context_are_as_ever(options: dict) -> None:
-    with debugging(**options), pytest.raises(RuntimeError, match="the CUDA backend alone has"):
-        _call()
+    with debugging(**options):
+        with debugging():  # inside another the inner one holds, and then the outer one again
+            _call()
+        with pytest.raises(RuntimeError, match="the CUDA backend alone has"):
+            _call()
     _call()
 
 

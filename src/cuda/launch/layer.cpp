@@ -181,9 +181,9 @@ class CudaLayer final : public BackendLayer {
     if (fault == PlanFault::kStalled) {
       throw Error(WEFT_STALLED, describe(report.stall, options_.shape.ep_rank, options_.deadline_s));
     }
-    *host_report_ = PlanReport{};
     const CurrentDevice current(device_);
-    write_to_device(&state_->report, PlanReport{});
+    write_to_device(&state_->report, PlanReport{});  // first: a launch copies it over the host's
+    *host_report_ = PlanReport{};
     throw Error(WEFT_INVALID_ARGUMENT, "found by the device in an earlier call: " + describe(report, options_.shape));
   }
 
@@ -278,7 +278,7 @@ class CudaLayer final : public BackendLayer {
   void or_give_up(const RankMemory& memory, Launch launch) const {
     try {
       launch();
-    } catch (const Error&) {
+    } catch (...) {
       give_up(memory);
       throw;
     }

@@ -32,12 +32,26 @@ using Event = std::unique_ptr<CUevent_st, EventDeleter>;
 
 Event make_event();
 
+// While it lives, what this thread does outside a captured stream is allowed beside the capture.
+class OutsideCapture {
+ public:
+  OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  OutsideCapture(const OutsideCapture&) = delete;
+  OutsideCapture& operator=(const OutsideCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // One that waits for no other: the default stream may hold a kernel that waits for this rank.
 cudaStream_t make_stream();
 
-// Into device memory, in no stream of the caller's, and by a copy: kernels that wait may leave no SM to another.
+// Into device memory, in no stream of the caller's and no part of a capture, and by a copy: kernels that wait may leave
+// no SM to another.
 template <class Value>
 void write_to_device(Value* target, const Value& value) {
+  const OutsideCapture outside;
   const cudaStream_t stream = make_stream();
   const cudaError_t sent = cudaMemcpyAsync(target, &value, sizeof(Value), cudaMemcpyHostToDevice, stream);
   const cudaError_t done = cudaStreamSynchronize(stream);

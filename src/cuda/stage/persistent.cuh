@@ -39,8 +39,9 @@ template <int32_t kSumChunks, class Operands, class Bodies, class Probe>
 __device__ __forceinline__ void run_roles(const PersistentParams& params, const Operands& operands,
                                           const Bodies& bodies, Direction direction, bool combine, const Probe& probe) {
   // What the plan's launch found wrong reaches the host with this one. If it ended early there is nothing to run.
-  // The fault is written last: the host looks at it first.
-  if (blockIdx.x == 0 && threadIdx.x == 0 && params.report->fault != PlanFault::kNone) {
+  // The fault is written last: the host looks at it first. Of a stall in a kernel such as this the host has been told.
+  const PlanFault found = blockIdx.x == 0 && threadIdx.x == 0 ? params.report->fault : PlanFault::kNone;
+  if (found != PlanFault::kNone && (found != PlanFault::kStalled || params.report->stall.stalled)) {
     PlanReport report = *params.report;
     const PlanFault fault = report.fault;
     report.fault = PlanFault::kNone;

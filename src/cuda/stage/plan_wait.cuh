@@ -10,14 +10,14 @@
 
 namespace weft {
 
-// True for the one that may fill in the report: the first since the host zeroed it, or the first to stall in a call
-// that has gone on with bad indices.
+// True for the one that may fill in the report: the first since the host zeroed it, or the first with more to say than
+// bad indices, with which a call goes on.
 __device__ inline bool claim(PlanReport* report, PlanFault fault) {
   auto* word = reinterpret_cast<int32_t*>(&report->fault);
   const auto replace = [&](PlanFault old) {
     return atomicCAS(word, static_cast<int32_t>(old), static_cast<int32_t>(fault)) == static_cast<int32_t>(old);
   };
-  return replace(PlanFault::kNone) || (fault == PlanFault::kStalled && replace(PlanFault::kIndex));
+  return replace(PlanFault::kNone) || (fault != PlanFault::kIndex && replace(PlanFault::kIndex));
 }
 
 __device__ inline DeviceMemory plan_memory(const PlanLaunch& launch) {
