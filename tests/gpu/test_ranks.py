@@ -144,12 +144,12 @@ class Ranks:
 
     def check_gradients(self, grads: dict[str, list[Tensor]]) -> None:
         """As near to fp64 as twice an unfused layer."""
+        _assert_no_stall()
         self.whole.assert_close({name: torch.cat(parts) for name, parts in grads.items()})
 
     def check(self, y: list[Tensor]) -> None:
         """As near to fp64 as twice an unfused layer, and near to one rank."""
-        torch.cuda.synchronize()
-        weft.check()  # the words of a stall say more than the rows that it left unwritten
+        _assert_no_stall()
         y = torch.cat([part.to("cuda") for part in y])
         exact = self.whole.dense(torch.float64)
         allowed = 2 * (self.whole.dense(torch.bfloat16).bfloat16().double() - exact).norm()
@@ -186,6 +186,12 @@ def _in_threads(num_ranks: int, work: Callable[[int], object]) -> list[object]:
     for thread in threads:
         thread.join()
     return outcomes
+
+
+def _assert_no_stall() -> None:
+    """Raise the words of a stall, which say more than the rows that it left unwritten."""
+    torch.cuda.synchronize()
+    weft.check()
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:
