@@ -24,9 +24,14 @@ def launch(num_ranks: int, script: str, *arguments: str | Path) -> list[float]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), EXAMPLES / script, *arguments]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment
+        )
+        # Now and then a rank that has left its gloo group aborts on its way out: not what is tested
+        # here, and all else is an error at once.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     return losses(done.stdout)
 
