@@ -10,6 +10,8 @@ from torch.autograd import Function
 
 DEVICE = torch.device("cuda")
 GRADIENTS = ("dx", "dtopk_weights", "dgate_up", "ddown")
+SAVES = ("gate_up", "inputs")
+SEVERAL_TILES = dict(num_tokens=1500, hidden=512, intermediate=256, num_experts=16, top_k=4)
 
 
 class Problem:

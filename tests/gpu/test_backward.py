@@ -18,14 +18,13 @@ from problem import (  # noqa: E402 - it needs weft_moe
     DEVICE,
     GRADIENTS,
     ROUTES,
+    SAVES,
+    SEVERAL_TILES,
     SHAPES,
     Problem,
     assert_same_bits,
     masked,
 )
-
-SAVES = ("gate_up", "inputs")
-SEVERAL_TILES = dict(num_tokens=1500, hidden=512, intermediate=256, num_experts=16, top_k=4)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -13,7 +13,15 @@ _reason = (
 )
 pytestmark = pytest.mark.skipif(bool(_reason), reason=_reason)
 
-from problem import GRADIENTS, ROUTES, SHAPES, Problem, assert_same_bits  # noqa: E402
+from problem import (  # noqa: E402
+    GRADIENTS,
+    ROUTES,
+    SAVES,
+    SEVERAL_TILES,
+    SHAPES,
+    Problem,
+    assert_same_bits,
+)
 from test_ranks import (  # noqa: E402 - it needs weft_moe
     ALL_ROUTES,
     SOME_TOKENS,
@@ -23,8 +31,6 @@ from test_ranks import (  # noqa: E402 - it needs weft_moe
 )
 from weft_moe.debug import MATRIX_KINDS, Trace, debugging  # noqa: E402
 
-SAVES = ("gate_up", "inputs")
-SEVERAL_TILES = dict(num_tokens=1500, hidden=512, intermediate=256, num_experts=16, top_k=4)
 DELAYS = dict(max_delay_ns=20_000, seed=1)
 
 

@@ -32,7 +32,7 @@ class Breakdown:
     direction: str
     tokens_per_rank: int
     regime: str
-    plan_ms: float  # nothing but the routing plan; all other parts have it too
+    plan_ms: float  # no phase: the routing plan, and every ticket taken and dropped
     kinds_ms: dict[str, float]  # each kind of matrix task alone
     matrix_ms: float  # all of them
     with_pulls_ms: float  # and the pulls
@@ -60,7 +60,7 @@ class Breakdown:
         )
         yield (
             f"  matrix tasks alone {self.matrix_ms:.3f}, with pulls {self.with_pulls_ms:.3f}, with "
-            f"sums {self.with_combine_ms:.3f}; the plan, in each of them, {self.plan_ms:.3f}"
+            f"sums {self.with_combine_ms:.3f}; the plan, with all tickets dropped, {self.plan_ms:.3f}"
         )
         yield f"  each kind alone: {kinds}"
         yield f"  start bubble {self.start_bubble_ms:.3f}, tail {self.tail_ms:.3f}"
