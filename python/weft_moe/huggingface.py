@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-# What transformers' experts say of themselves, and the only values that Weft computes.
+# What transformers' experts say of themselves, and the only values that Weft computes. An older
+# release leaves out what it knows no other value of.
 _LAYOUT = {
     "is_transposed": False,  # [E, out, in]
     "is_concatenated": True,  # all gate rows, then all up rows
@@ -230,14 +231,12 @@ def _refusal(module: nn.Module, ep_size: int) -> str:
             "holds a module for each expert: replace_experts takes experts as fused tensors, as "
             "transformers >= 5 makes them of any checkpoint"
         )
-    if any(not hasattr(module, name) for name in _LAYOUT) or not hasattr(
-        type(module), "_apply_gate"
-    ):
+    if not hasattr(module, "is_transposed") or not hasattr(type(module), "_apply_gate"):
         return (
             "does not say how it lays out and applies its weights, as transformers' own experts do"
         )
     for name, wanted in _LAYOUT.items():
-        if getattr(module, name) is not wanted:
+        if getattr(module, name, wanted) is not wanted:
             return f"has {name} = {getattr(module, name)}: Weft computes experts with {wanted}"
     # transformers' own default is act_fn(gate) * up, and lies beside the decorator that sets it.
     if type(module)._apply_gate.__module__ != "transformers.integrations.moe":

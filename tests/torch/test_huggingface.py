@@ -205,6 +205,14 @@ def test_a_state_of_another_group_is_refused():
     run_ranks(_wrong_group, 2)
 
 
+def test_experts_of_an_older_transformers_are_taken():
+    network = qwen3()
+    for layer in network.model.layers:
+        for name in ("is_concatenated", "has_gate", "has_post_expert_norm"):
+            vars(layer.mlp.experts).pop(name, None)
+    weft.replace_experts(network)
+
+
 def experts_as_list(network):
     for layer in network.model.layers:
         layer.mlp.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
