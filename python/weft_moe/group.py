@@ -174,9 +174,7 @@ def virtual_ep_group(
     `weft.moe` with this group takes lists, one entry a rank, and runs the ranks together.
     `group[r]` is the handle of rank r alone.
 
-    On a GPU the ranks share its SMs, and their kernels wait for one another: from four ranks on,
-    set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment before CUDA starts, or the driver may
-    queue one rank's kernels behind another's that wait for them.
+    On a GPU, which takes up to 8, the ranks share its SMs and are launched as one kernel.
 
     Args:
         ep_size: ranks, 1 to 64.

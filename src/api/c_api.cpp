@@ -117,10 +117,11 @@ void forward(weft_layer* layer, weft_forward_args* caller_args) {
   group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
+    args.inputs = &inputs;
     validate_forward(layer->config, args, inputs, layer->backend->forward_workspace_bytes());
     layer->backend->check_reported();
     layer->backend->check_forward(args);
-    layer->backend->stage(memory, inputs, nullptr, args.stream);
+    layer->backend->stage(memory, args);
   });
   const uint32_t epoch =
       group.meet({CallKind::kForward, layer->fingerprint}, deadline_or_default(layer->config.deadline_s));
@@ -140,10 +141,11 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
   group.or_refuse(deadline_or_default(layer->config.deadline_s), [&] {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
+    args.inputs = &inputs;
     validate_backward(layer->config, args, inputs, layer->backend->workspace_bytes());
     layer->backend->check_reported();
     layer->backend->check_backward(args);
-    layer->backend->stage(memory, inputs, args.dy, args.stream);
+    layer->backend->stage(memory, args);
   });
   // Whether dx and the router gradients travel is everybody's affair: two bits of the fingerprint.
   const uint32_t wants = (args.want_dx != 0 ? 1U : 0U) | (args.want_dtopk_weights != 0 ? 2U : 0U);

@@ -174,10 +174,14 @@ int64_t RankGroup::agree_on_max_tokens(int64_t num_tokens, double deadline_s) {
 }
 
 RankMemory RankGroup::rank_memory(MemoryKind kind) const {
-  if (kind == MemoryKind::kHost) return {memory_->controls(), memory_->flags(), memory_->data(), 0, false};
-  if (device_memory_ == nullptr) return {nullptr, nullptr, nullptr, 1, false};
-  return {device_memory_->controls(), device_memory_->flags(), device_memory_->data(),
-          device_memory_->ranks_on_device(), device_memory_->ranks_share_process()};
+  if (kind == MemoryKind::kHost) return {memory_->controls(), memory_->flags(), memory_->data(), 0, false, 0};
+  if (device_memory_ == nullptr) return {nullptr, nullptr, nullptr, 1, false, 1};
+  return {device_memory_->controls(),
+          device_memory_->flags(),
+          device_memory_->data(),
+          device_memory_->ranks_on_device(),
+          device_memory_->ranks_share_process(),
+          device_memory_->ranks_together()};
 }
 
 void RankGroup::prepare_memory(MemoryKind kind) {

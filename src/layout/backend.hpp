@@ -20,6 +20,7 @@ struct RankMemory {
   std::byte* const* data;
   int32_t ranks_on_device;   // of the group, this one included, that share this rank's device
   bool ranks_share_process;  // some ranks of the group are of one process; the same on every rank
+  uint64_t ranks_together;   // this rank and those of this process on its device, a bit each: they launch as one
 };
 
 // Distinguishes the forwards of this process, so that a backward knows whose rows a workspace holds.
@@ -52,8 +53,10 @@ class BackendLayer {
   virtual void check_forward(const weft_forward_args&) {}
   virtual void check_backward(const weft_backward_args&) {}
 
-  // Puts this rank's inputs where peers read them; before the entry barrier. dy: null in a forward.
-  virtual void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void* stream) = 0;
+  // Before the entry barrier: puts this rank's inputs where peers read them, and makes ready what this process
+  // launches.
+  virtual void stage(const RankMemory& memory, weft_forward_args& args) = 0;
+  virtual void stage(const RankMemory& memory, weft_backward_args& args) = 0;
 
   // Between the entry barrier of `epoch` and the return. They return the epochs (passes) used. Throw Error:
   // WEFT_STALLED when a peer stays away; WEFT_INVALID_ARGUMENT, on all ranks alike, for an expert index out of range.

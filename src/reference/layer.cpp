@@ -35,19 +35,8 @@ class LayerOf final : public BackendLayer {
     return carver.used();
   }
 
-  void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void*) override {
-    const LayerShape& shape = options_.shape;
-    Carver carver(memory.data[shape.ep_rank]);
-    const auto own = carve_symmetric_data<Element>(carver, shape);
-    const auto num_routes = static_cast<size_t>(inputs.num_tokens * shape.top_k);
-    const auto row_bytes = static_cast<size_t>(inputs.num_tokens * shape.hidden) * sizeof(Element);
-    *own.num_tokens = inputs.num_tokens;
-    if (inputs.num_tokens == 0) return;
-    std::memcpy(own.topk_idx, inputs.topk_idx, num_routes * sizeof(int32_t));
-    std::memcpy(own.topk_weights, inputs.topk_weights, num_routes * sizeof(float));
-    std::memcpy(own.x, inputs.x, row_bytes);
-    if (dy != nullptr) std::memcpy(own.dy, dy, row_bytes);
-  }
+  void stage(const RankMemory& memory, weft_forward_args& args) override { stage(memory, *args.inputs, nullptr); }
+  void stage(const RankMemory& memory, weft_backward_args& args) override { stage(memory, *args.inputs, args.dy); }
 
   int32_t forward(const RankMemory& memory, uint32_t epoch, weft_forward_args& args) override {
     const Peers peers(options_.shape, memory);
@@ -95,6 +84,20 @@ class LayerOf final : public BackendLayer {
   }
 
  private:
+  void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy) const {
+    const LayerShape& shape = options_.shape;
+    Carver carver(memory.data[shape.ep_rank]);
+    const auto own = carve_symmetric_data<Element>(carver, shape);
+    const auto num_routes = static_cast<size_t>(inputs.num_tokens * shape.top_k);
+    const auto row_bytes = static_cast<size_t>(inputs.num_tokens * shape.hidden) * sizeof(Element);
+    *own.num_tokens = inputs.num_tokens;
+    if (inputs.num_tokens == 0) return;
+    std::memcpy(own.topk_idx, inputs.topk_idx, num_routes * sizeof(int32_t));
+    std::memcpy(own.topk_weights, inputs.topk_weights, num_routes * sizeof(float));
+    std::memcpy(own.x, inputs.x, row_bytes);
+    if (dy != nullptr) std::memcpy(own.dy, dy, row_bytes);
+  }
+
   // Typed views of every rank's symmetric memory.
   struct Peers {
     Peers(const LayerShape& shape, const RankMemory& memory) {

@@ -116,6 +116,7 @@ void DeviceSymmetricMemory::map_peers() {
   control_mappings_.resize(controls_.size());
   int32_t ranks_on_device = 0;
   bool ranks_share_process = false;
+  uint64_t ranks_together = 0;
   for (int32_t peer = 0; peer < num_ranks(); ++peer) {
     const DeviceOffer& offer = offer_of(peer);
     const auto idx = static_cast<size_t>(peer);
@@ -124,13 +125,16 @@ void DeviceSymmetricMemory::map_peers() {
     new_flags_[idx] = new_mappings_.back().address;
     new_mappings_.push_back(map(offer, offer.data, peer));
     new_data_[idx] = new_mappings_.back().address;
-    if (std::memcmp(offer.device_id, own_.device_id, sizeof(own_.device_id)) == 0) ++ranks_on_device;
+    const bool on_device = std::memcmp(offer.device_id, own_.device_id, sizeof(own_.device_id)) == 0;
+    if (on_device) ++ranks_on_device;
+    if (on_device && offer.process == own_.process) ranks_together |= uint64_t{1} << peer;
     for (int32_t other = 0; other < peer; ++other) {
       if (offer_of(other).process == offer.process) ranks_share_process = true;
     }
   }
   ranks_on_device_ = ranks_on_device;
   ranks_share_process_ = ranks_share_process;
+  ranks_together_ = ranks_together;
 }
 
 void DeviceSymmetricMemory::finish_mapping() {

@@ -78,6 +78,7 @@ class DeviceSymmetricMemory final : public SymmetricMemory {
   // Known once the memory has been mapped.
   int32_t ranks_on_device() const { return ranks_on_device_; }
   bool ranks_share_process() const { return ranks_share_process_; }
+  uint64_t ranks_together() const { return ranks_together_; }  // as in RankMemory
 
   void grow_own(int64_t flag_bytes, int64_t data_bytes) override;
   // Waits until nothing runs on the device: earlier calls use what finish_mapping gives back. All ranks have grown, so
@@ -102,6 +103,7 @@ class DeviceSymmetricMemory final : public SymmetricMemory {
   DeviceOffer own_;  // who this rank is; what it offers is in its control block
   int32_t ranks_on_device_ = 1;
   bool ranks_share_process_ = false;
+  uint64_t ranks_together_ = 0;
 
   DeviceArea control_;
   std::vector<DeviceArea> areas_;      // flags and data in force

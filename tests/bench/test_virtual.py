@@ -1,18 +1,15 @@
-"""Virtual ranks in the layer benchmark: the same work as one rank, in a process that can run them."""
+"""Virtual ranks in the layer benchmark: the same work as one rank."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from weft_moe.bench import cli, ledger, timing, virtual
-from weft_moe.bench.layer import SHAPES, Case, Problem, Row, dispatch_for
-from weft_moe.bench.virtual import measure_virtual
+from weft_moe.bench import cli, ledger, timing
+from weft_moe.bench.layer import SHAPES, Case, Problem, Row, dispatch_for, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -37,7 +34,7 @@ def test_ranks_share_the_work_of_one() -> None:
 
 def test_rows_of_virtual_ranks_count_the_work_of_all() -> None:
     notes: list[str] = []
-    rows = list(measure_virtual(Case("tiny", 8, DIRECTIONS, ep=4), note=notes.append, **OPTIONS))
+    rows = list(measure(Case("tiny", 8, DIRECTIONS, ep=4), note=notes.append, **OPTIONS))
     assert [(row.implementation, row.direction) for row in rows] == [
         ("weft", direction) for direction in DIRECTIONS
     ]
@@ -52,40 +49,8 @@ def test_rows_of_virtual_ranks_count_the_work_of_all() -> None:
 
 def test_says_why_virtual_ranks_are_not_measured() -> None:
     notes: list[str] = []
-    assert not list(measure_virtual(Case("tiny", 8, ep=3), note=notes.append, **OPTIONS))
+    assert not list(measure(Case("tiny", 8, ep=3), note=notes.append, **OPTIONS))
     assert any("weft forward is not measured: num_experts is 16" in note for note in notes)
-
-
-def _tell(sender: Connection) -> None:
-    sender.send(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
-
-
-@pytest.mark.parametrize("own", [None, "1"])
-def test_the_process_has_queues_for_all_ranks(
-    own: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    if own is not None:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", own)
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(sender,))
-    virtual._start_with(process, *virtual._QUEUES)
-    sender.close()
-    assert receiver.recv() == "32"
-    process.join()
-    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == own
-
-
-def test_a_process_that_fails_is_told() -> None:
-    with pytest.raises(ValueError, match="4 virtual ranks ended with 1"):
-        list(measure_virtual(Case("none", 8, ep=4), note=print, **OPTIONS))
-
-
-def test_a_process_that_is_silent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "_SILENCE_S", 0.0)
-    with pytest.raises(ValueError, match="4 virtual ranks were silent for 0 s"):
-        list(measure_virtual(Case("tiny", 8, ep=4), note=print, **OPTIONS))
 
 
 @pytest.mark.parametrize("ranks", ["1", "3", "128"])
@@ -136,16 +101,18 @@ def test_record_has_the_rows_and_prints_their_ratios(
     assert "MiB of one rank" in printed
 
 
-def test_record_keeps_what_was_measured_before_virtual_ranks_failed(
+def test_record_keeps_what_was_measured_before_a_case_failed(
     record_here: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(case: Case, **options) -> list[Row]:
-        raise ValueError("the ranks are gone")
+    def fail_with_ranks(case: Case, **options) -> Iterator[Row]:
+        if case.ep > 1:
+            raise RuntimeError("the ranks are gone")
+        return measure(case, **options)
 
-    monkeypatch.setattr(cli, "measure_virtual", fail)
+    monkeypatch.setattr(cli, "measure", fail_with_ranks)
     monkeypatch.setattr(
         cli, "_RECORD_CASES", (Case("tiny", 8, ("forward",)), Case("tiny", 2, ep=4))
     )

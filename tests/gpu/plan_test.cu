@@ -120,6 +120,10 @@ constexpr TaskChoice kRecomputingTasks{Direction::kBackward,
                                        {true, true, true, true, Recompute::kInSeveralPasses},
                                        {{128, 256, 128, 256, 256, 128}, true, 8, 2, 1}};
 
+void launch_one(const PlanLaunch& launch, int32_t num_sms, cudaStream_t stream) {
+  launch_plan({&launch, 1}, num_sms, stream);
+}
+
 class DeviceGroup {
  public:
   DeviceGroup(const std::vector<LayerShape>& shapes, const TaskChoice& choice) {
@@ -142,7 +146,7 @@ class DeviceGroup {
     }
   }
 
-  PlanLaunch arguments(int32_t rank, int32_t num_sms) {
+  PlanLaunch arguments(int32_t rank) {
     DeviceRank& own = (*this)[rank];
     PlanLaunch launch{};
     Carver plan_carver(own.plan.data());
@@ -163,14 +167,15 @@ class DeviceGroup {
     launch.report = own.report.as<PlanReport>();
     launch.call = {own.choice.direction == Direction::kForward ? CallKind::kForward : CallKind::kBackward, 0x5EED};
     launch.deadline_s = 20;
-    launch.num_sms = num_sms;
     return launch;
   }
 
-  // All ranks at once, each on its own stream and its share of the SMs.
+  // All ranks in one launch, each with its share of the SMs.
   void launch_all(int32_t num_sms) {
-    for (int32_t rank = 0; rank < size(); ++rank) launch_plan(arguments(rank, num_sms), (*this)[rank].stream);
-    must(cudaDeviceSynchronize(), "the plan kernels");
+    std::vector<PlanLaunch> launches;
+    for (int32_t rank = 0; rank < size(); ++rank) launches.push_back(arguments(rank));
+    launch_plan(launches, num_sms, (*this)[0].stream);
+    must(cudaDeviceSynchronize(), "the plan kernel");
   }
 
  private:
@@ -290,7 +295,7 @@ void test_graph_replay(int32_t total_sms) {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     must(cudaStreamBeginCapture(group[rank].stream, cudaStreamCaptureModeThreadLocal), "begin of capture");
-    launch_plan(group.arguments(rank, total_sms / 2), group[rank].stream);
+    launch_one(group.arguments(rank), total_sms / 2, group[rank].stream);
     must(cudaStreamEndCapture(group[rank].stream, &graph), "end of capture");
     must(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
     must(cudaGraphDestroy(graph), "cudaGraphDestroy");
@@ -357,9 +362,9 @@ void test_bad_indices(int32_t total_sms) {
   group.launch_all(total_sms / 3);
   check(group[0].read_report().token == 50, "a report is not overwritten");
   // But by a stall, which finishes the group.
-  PlanLaunch alone = group.arguments(0, 4);
+  PlanLaunch alone = group.arguments(0);
   alone.deadline_s = 0.02;
-  launch_plan(alone, group[0].stream);
+  launch_one(alone, 4, group[0].stream);
   must(cudaDeviceSynchronize(), "a plan kernel that stalls after a bad index");
   check(group[0].read_report().fault == PlanFault::kStalled, "a stall after a bad index is told");
 }
@@ -372,9 +377,9 @@ void test_early_end(const char* what, PlanFault fault, int64_t value, Spoil spoi
   group.bring(routing);
   spoil(group);
   for (int32_t rank = 0; rank < 3; ++rank) {
-    PlanLaunch launch = group.arguments(rank, total_sms / 3);
+    PlanLaunch launch = group.arguments(rank);
     if (fault == PlanFault::kDisagreement && rank == 1) launch.call.fingerprint ^= 1;
-    launch_plan(launch, group[rank].stream);
+    launch_one(launch, total_sms / 3, group[rank].stream);
   }
   must(cudaDeviceSynchronize(), what);
   for (int32_t rank = 0; rank < 3; ++rank) {
@@ -397,9 +402,9 @@ void test_stall() {
   const cases::Routing routing = cases::uniform_routing({8, 2, {60, 70}}, 7);
   DeviceGroup group = DeviceGroup::of(routing, kForwardTasks);
   group.bring(routing);
-  PlanLaunch launch = group.arguments(0, 4);
+  PlanLaunch launch = group.arguments(0);
   launch.deadline_s = 0.02;
-  launch_plan(launch, group[0].stream);
+  launch_one(launch, 4, group[0].stream);
   must(cudaDeviceSynchronize(), "a plan kernel that stalls");
   const PlanReport waited = group[0].read_report();
   const std::string text = describe(waited.stall, 0, launch.deadline_s);
@@ -412,8 +417,8 @@ void test_stall() {
     check(group[rank].read_control().abort == encode_abort(0, 1), words("stall: the abort word of rank ", rank));
   }
 
-  launch = group.arguments(1, 4);
-  launch_plan(launch, group[1].stream);
+  launch = group.arguments(1);
+  launch_one(launch, 4, group[1].stream);
   must(cudaDeviceSynchronize(), "a plan kernel that comes too late");
   const PlanReport late = group[1].read_report();
   check(late.fault == PlanFault::kStalled && late.stall.aborted_by == 0 && late.stall.blamed == 1,
@@ -424,11 +429,11 @@ void test_stall() {
 void test_too_many_experts() {
   cases::Routing routing = cases::uniform_routing({8, 2, {6}}, 8);
   DeviceGroup group = DeviceGroup::of(routing, kForwardTasks);
-  PlanLaunch launch = group.arguments(0, 1);
+  PlanLaunch launch = group.arguments(0);
   launch.plan.shape.num_experts = 100000;
   std::string text;
   try {
-    launch_plan(launch, group[0].stream);
+    launch_one(launch, 1, group[0].stream);
   } catch (const Error& error) {
     text = error.what();
   }
@@ -484,7 +489,7 @@ double time_plan(int32_t ep_size, int32_t num_experts, int32_t top_k, int64_t to
   group.bring(routing);
   const int32_t rank = ep_size - 1;
   group[rank].poison();
-  const PlanLaunch launch = group.arguments(rank, num_sms);
+  const PlanLaunch launch = group.arguments(rank);
   cudaStream_t stream = group[rank].stream;
   const double us = median_us(
       stream, launches,
@@ -495,7 +500,7 @@ double time_plan(int32_t ep_size, int32_t num_experts, int32_t top_k, int64_t to
         void* arguments[] = {&control, &ranks, &call};
         must(cudaLaunchKernel(arrive_for_peers, dim3(1), dim3(64), arguments, 0, stream), "arrive_for_peers");
       },
-      [&] { launch_plan(launch, stream); });
+      [&] { launch_one(launch, num_sms, stream); });
   const std::string names = difference(routing, group[rank], group[rank].read_state().epoch);
   check(names.empty(), words("timed plan of ", ep_size, " ranks: device and host differ in", names));
   return us;

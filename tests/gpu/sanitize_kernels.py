@@ -49,8 +49,7 @@ def test_the_sanitizer_finds_nothing(tool: str, num_ranks: int) -> None:
             *(sys.executable, str(script), str(num_ranks)),
         ],
         # Without torch's cache an access behind a tensor is one behind an allocation.
-        env=os.environ
-        | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -23,9 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 from problem import GRADIENTS, ROUTES, Problem  # noqa: E402 - it needs weft_moe
 from ranks import run_ranks  # noqa: E402
 
-# Kernels of ranks in one process wait for one another, so no two may share a queue of the driver.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
 _reason = (
     "no CUDA device is visible"
     if not torch.cuda.is_available()
@@ -232,6 +229,19 @@ def test_virtual_ranks_agree_with_one_rank(ep_size: int) -> None:
 
 
 SOME_TOKENS = {2: [0, 777], 4: [0, 1, 777, 300], 8: [0, 1, 777, 300, 64, 0, 129, 500]}
+
+
+def _in_one_queue(_) -> None:
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # before CUDA starts in this process
+    for _ in range(3):
+        group = weft.virtual_ep_group(8, device="cuda", max_tokens=1024)
+        ranks = Ranks(SOME_TOKENS[8])
+        ranks.check(ranks.run(group))
+        ranks.check_gradients(ranks.gradients(group))
+
+
+def test_virtual_ranks_need_no_queue_of_the_driver_each() -> None:
+    run_ranks(_in_one_queue, 1, timeout_s=TIMEOUT_S)
 
 
 def _far_ahead(_) -> None:

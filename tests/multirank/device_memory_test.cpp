@@ -182,6 +182,7 @@ TEST(DeviceMemory, IsSharedByAddressInOneProcess) {
                        const RankMemory memory = rank.group->rank_memory(MemoryKind::kDevice);
                        EXPECT_EQ(memory.ranks_on_device, own == 2 ? 1 : 2);
                        EXPECT_TRUE(memory.ranks_share_process);
+                       EXPECT_EQ(memory.ranks_together, own == 2 ? 0b100U : 0b011U);
                      }),
             kNobodyFails);
   EXPECT_EQ(books.num_opened(), 0);
@@ -202,6 +203,7 @@ TEST(DeviceMemory, IsSharedByHandleBetweenProcesses) {
                        const RankMemory memory = rank.group->rank_memory(MemoryKind::kDevice);
                        EXPECT_EQ(memory.ranks_on_device, own == 2 ? 1 : 2);
                        EXPECT_FALSE(memory.ranks_share_process);
+                       EXPECT_EQ(memory.ranks_together, 1U << own);
                      }),
             kNobodyFails);
   EXPECT_EQ(books.num_opened(), 3 * 2 * 3);

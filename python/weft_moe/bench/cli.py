@@ -21,7 +21,6 @@ from .plan import DEFAULT_BINARY, run_plan_benchmark
 from .ratios import ratios
 from .timeline import plot_timeline, summarize
 from .timing import REGIMES
-from .virtual import measure_virtual
 
 if TYPE_CHECKING:
     from .step import StepCase
@@ -253,7 +252,7 @@ def _run_record(arguments: argparse.Namespace, console: Console) -> None:
     try:
         for row in _measure(_RECORD_CASES, console, device=device, precision="bf16"):
             rows.append(row)
-    except ValueError as error:  # of virtual ranks, the last: what was measured before them stands
+    except (ValueError, RuntimeError) as error:  # what was measured before it stands
         fault = error
     _print_ratios(rows, console)
     try:
@@ -283,8 +282,7 @@ def _measure(
         f"{'regime':<8}{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
     )
     for case in cases:
-        measure_case = measure_virtual if case.ep > 1 else measure
-        for row in measure_case(
+        for row in measure(
             case, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
         ):
             speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"

@@ -4,11 +4,11 @@
 
 namespace weft {
 
-int32_t load_backward() { return load_persistent(backward_kernel<NoProbe>); }
+int32_t load_backward() { return load_backward_kernels<NoProbe>(); }
 
-void launch_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream) {
-  if (params.probe.probes()) return launch_probed_backward(params, num_sms, stream);
-  start_backward<NoProbe>(params, num_sms, stream);
+void launch_backward(std::span<const BackwardParams> ranks, int32_t num_sms, cudaStream_t stream) {
+  if (ranks[0].probe.probes()) return launch_probed_backward(ranks, num_sms, stream);
+  start_backward<NoProbe>(ranks, num_sms, stream);
 }
 
 }  // namespace weft

@@ -20,17 +20,31 @@
 
 namespace weft {
 
+template <int32_t kRanks, class Probe>
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_kernel(const __grid_constant__ Together<BackwardParams, kRanks> launch) {
+  const auto operands = [&] {
+    const BackwardParams& own = own_params_anew(launch);
+    return ProbedOperands<BackwardOperands, Probe>{{own, *own.plan.num_passes == 1}, Probe(own)};
+  };
+  const auto bodies = [&] {
+    const BackwardParams& own = own_params_anew(launch);
+    return ProbedBodies<BackwardBodies<kRanks>, Probe>{{launch, own}, Probe(own)};
+  };
+  run_roles<2, Probe>(launch, Direction::kBackward, operands, bodies);
+}
+
+// As load_forward_kernels.
 template <class Probe>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardParams params) {
-  const Probe probe(params);
-  run_roles<2>(params, ProbedOperands<BackwardOperands, Probe>{{params, *params.plan.num_passes == 1}, probe},
-               ProbedBodies<BackwardBodies, Probe>{{params}, probe}, Direction::kBackward, params.combine, probe);
+int32_t load_backward_kernels() {
+  return min_of(load_persistent(backward_kernel<1, Probe>), load_persistent(backward_kernel<kMaxCudaRanks, Probe>));
 }
 
 template <class Probe>
-void start_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream) {
-  const cudaError_t status = launch_persistent(backward_kernel<Probe>, params, num_sms, stream);
-  require(status == cudaSuccess, WEFT_INTERNAL, "the backward kernel did not start: ", cudaGetErrorString(status));
+void start_backward(std::span<const BackwardParams> ranks, int32_t num_sms, cudaStream_t stream) {
+  with_together(ranks, [&]<int32_t kRanks>(const Together<BackwardParams, kRanks>& launch) {
+    launch_persistent(backward_kernel<kRanks, Probe>, launch, ranks.size(), num_sms, stream, "the backward kernel");
+  });
 }
 
 }  // namespace weft

@@ -4,10 +4,10 @@
 
 namespace weft {
 
-void load_probed_backward() { load_persistent(backward_kernel<Probe>); }
+void load_probed_backward() { load_backward_kernels<Probe>(); }
 
-void launch_probed_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream) {
-  start_backward<Probe>(params, num_sms, stream);
+void launch_probed_backward(std::span<const BackwardParams> ranks, int32_t num_sms, cudaStream_t stream) {
+  start_backward<Probe>(ranks, num_sms, stream);
 }
 
 }  // namespace weft

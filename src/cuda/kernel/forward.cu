@@ -15,13 +15,11 @@ void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t strea
   require(status == cudaSuccess, WEFT_INTERNAL, "the staging kernel did not start: ", cudaGetErrorString(status));
 }
 
-int32_t load_forward() {
-  return min_of(load_persistent(forward_kernel<false, NoProbe>), load_persistent(forward_kernel<true, NoProbe>));
-}
+int32_t load_forward() { return load_forward_kernels<NoProbe>(); }
 
-void launch_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream) {
-  if (params.probe.probes()) return launch_probed_forward(params, save_z, num_sms, stream);
-  start_forward<NoProbe>(params, save_z, num_sms, stream);
+void launch_forward(std::span<const ForwardParams> ranks, bool save_z, int32_t num_sms, cudaStream_t stream) {
+  if (ranks[0].probe.probes()) return launch_probed_forward(ranks, save_z, num_sms, stream);
+  start_forward<NoProbe>(ranks, save_z, num_sms, stream);
 }
 
 }  // namespace weft

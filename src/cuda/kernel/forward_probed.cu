@@ -4,13 +4,10 @@
 
 namespace weft {
 
-void load_probed_forward() {
-  load_persistent(forward_kernel<false, Probe>);
-  load_persistent(forward_kernel<true, Probe>);
-}
+void load_probed_forward() { load_forward_kernels<Probe>(); }
 
-void launch_probed_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream) {
-  start_forward<Probe>(params, save_z, num_sms, stream);
+void launch_probed_forward(std::span<const ForwardParams> ranks, bool save_z, int32_t num_sms, cudaStream_t stream) {
+  start_forward<Probe>(ranks, save_z, num_sms, stream);
 }
 
 }  // namespace weft

@@ -10,6 +10,8 @@
 #include <cuda_runtime.h>
 
 #include <climits>
+#include <span>
+#include <vector>
 
 #include "core/status.hpp"
 #include "cuda/stage/plan_count.cuh"
@@ -93,7 +95,10 @@ __device__ __noinline__ void drain(const PlanParams& launch) {
   }
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 2) plan_kernel(const __grid_constant__ PlanParams launch) {
+template <int32_t kRanks>
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    plan_kernel(const __grid_constant__ Together<PlanParams, kRanks> ranks) {
+  const PlanParams& launch = own_params(ranks);
   extern __shared__ __align__(16) int32_t shared_words[];
   const LayerShape& shape = launch.plan.shape;
   const PlanShared shared(shared_words, shape.num_experts);
@@ -160,38 +165,35 @@ int attribute(cudaDeviceAttr name) {
 
 void load_plan() {
   cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, plan_kernel), "cannot load the plan kernel");
+  check(cudaFuncGetAttributes(&attributes, plan_kernel<1>), "cannot load the plan kernel");
+  check(cudaFuncGetAttributes(&attributes, plan_kernel<kMaxCudaRanks>), "cannot load the plan kernel");
 }
 
-void launch_plan(const PlanLaunch& launch, cudaStream_t stream) {
-  const int32_t num_experts = launch.plan.shape.num_experts;
-  const int32_t num_stages = task_bounds(launch.plan.shape, launch.choice).num_stages();
-  const int shared_bytes = PlanShared::num_words(num_experts, num_stages) * static_cast<int>(sizeof(int32_t));
+void launch_plan(std::span<const PlanLaunch> ranks, int32_t num_sms, cudaStream_t stream) {
+  const LayerShape& shape = ranks[0].plan.shape;
+  const int all_sms = attribute(cudaDevAttrMultiProcessorCount);
+  const int num_ctas = min_of(num_sms > 0 ? min_of(int{num_sms}, all_sms) : all_sms, int{kMaxPlanCtas});
+  int num_stages = 0;
+  std::vector<PlanParams> params;
+  for (const PlanLaunch& launch : ranks) {
+    num_stages = max_of(num_stages, static_cast<int>(task_bounds(shape, launch.choice).num_stages()));
+    PlanParams own{launch, shape.num_local_experts(), max_of(1, num_ctas / shape.ep_size), 0};
+    own.num_chunks = own.chunks_per_source * shape.ep_size;
+    params.push_back(own);
+  }
+  const int shared_bytes = PlanShared::num_words(shape.num_experts, num_stages) * static_cast<int>(sizeof(int32_t));
   const int most_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  require(shared_bytes <= most_bytes, WEFT_UNSUPPORTED, "num_experts is ", num_experts, ", whose counts need ",
+  require(shared_bytes <= most_bytes, WEFT_UNSUPPORTED, "num_experts is ", shape.num_experts, ", whose counts need ",
           shared_bytes, " bytes of shared memory; this device has ", most_bytes, " a block, enough for about ",
           most_bytes / ((kPlanWarps + PlanShared::kTables) * static_cast<int>(sizeof(int32_t))), " experts");
-  check(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "cudaFuncSetAttribute");
 
-  const int num_sms = attribute(cudaDevAttrMultiProcessorCount);
-  const int num_ctas = min_of(launch.num_sms > 0 ? min_of(launch.num_sms, num_sms) : num_sms, int{kMaxPlanCtas});
-  const LayerShape& shape = launch.plan.shape;
-  PlanParams params{launch, shape.num_local_experts(), max_of(1, num_ctas / shape.ep_size), 0};
-  params.num_chunks = params.chunks_per_source * shape.ep_size;
-  // In clusters of two, which it has no use for: where ranks share a device a plan that waits for its peers may stand
-  // beside a persistent kernel that has yet to start. One CTA of it in each pair of SMs would leave that no pair.
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {num_ctas % 2 == 0 ? 2U : 1U, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_ctas));
-  config.blockDim = dim3(kPlanThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, plan_kernel, params), "launch of the plan kernel");
+  with_together(std::span<const PlanParams>(params), [&]<int32_t kRanks>(const Together<PlanParams, kRanks>& launch) {
+    check(cudaFuncSetAttribute(plan_kernel<kRanks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "cudaFuncSetAttribute");
+    const dim3 grid(static_cast<unsigned>(num_ctas), static_cast<unsigned>(ranks.size()));
+    plan_kernel<kRanks><<<grid, kPlanThreads, static_cast<size_t>(shared_bytes), stream>>>(launch);
+    check(cudaGetLastError(), "launch of the plan kernel");
+  });
 }
 
 }  // namespace weft

@@ -2,6 +2,8 @@
 // has run before it in the same stream.
 #pragma once
 
+#include <span>
+
 #include "cuda/launch/persistent.hpp"
 
 namespace weft {
@@ -53,7 +55,8 @@ WEFT_HD inline WgradTiles wgrad_tiles(const LayerShape& shape) {
 // As load_forward.
 int32_t load_backward();
 
-// One CTA an SM, in clusters of two: num_sms of them, an even number. Throws Error(WEFT_INTERNAL) if the launch fails.
-void launch_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream);
+// The ranks of one launch, each on num_sms SMs, an even number: one CTA an SM, in clusters of two. Throws
+// Error(WEFT_INTERNAL) if the launch fails.
+void launch_backward(std::span<const BackwardParams> ranks, int32_t num_sms, cudaStream_t stream);
 
 }  // namespace weft

@@ -2,6 +2,8 @@
 // run before it in the same stream.
 #pragma once
 
+#include <span>
+
 #include "cuda/launch/persistent.hpp"
 
 namespace weft {
@@ -27,7 +29,8 @@ void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t strea
 // one another.
 int32_t load_forward();
 
-// One CTA an SM, in clusters of two: num_sms of them, an even number. Throws Error(WEFT_INTERNAL) if the launch fails.
-void launch_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream);
+// The ranks of one launch, each on num_sms SMs, an even number: one CTA an SM, in clusters of two. Throws
+// Error(WEFT_INTERNAL) if the launch fails.
+void launch_forward(std::span<const ForwardParams> ranks, bool save_z, int32_t num_sms, cudaStream_t stream);
 
 }  // namespace weft

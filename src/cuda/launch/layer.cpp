@@ -2,16 +2,20 @@
 
 #include <cuda_runtime_api.h>
 
+#include <bit>
 #include <initializer_list>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/status.hpp"
 #include "cuda/launch/fault.hpp"
 #include "cuda/launch/params.hpp"
 #include "cuda/launch/phases.hpp"
 #include "cuda/launch/probed.hpp"
+#include "cuda/launch/rank_call.hpp"
 #include "cuda/launch/runtime.hpp"
 #include "cuda/launch/workspace_records.hpp"
 #include "protocol/rank_barrier.hpp"
@@ -40,7 +44,7 @@ class CudaLayer final : public BackendLayer {
   explicit CudaLayer(const CudaOptions& options) : options_(options), device_(current_cuda_device()) {}
   ~CudaLayer() override {
     // Freeing waits for the device, and may keep a peer of this process from launching what it waits for.
-    if (branch_ != nullptr) cudaStreamSynchronize(branch_);
+    if (gathering_ != nullptr) cudaStreamSynchronize(gathering_->stream.get());
   }
 
   int64_t workspace_bytes() const override {
@@ -96,35 +100,28 @@ class CudaLayer final : public BackendLayer {
                      {args.ddown, "ddown"}});
   }
 
-  // A single rank's kernels read the caller's own indices and rows. Otherwise what the peers read is copied in the
-  // order of the caller's stream, whose earlier calls have drained: nobody reads any more what they staged.
-  void stage(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void* caller_stream) override {
+  void stage(const RankMemory& memory, weft_forward_args& args) override {
     const CurrentDevice current(device_);
-    const auto stream = static_cast<cudaStream_t>(caller_stream);
-    if (is_alone()) return launch_stage_tokens(&state_->num_tokens, inputs.num_tokens, stream);
-    check_share(memory);
-    const LayerShape& shape = options_.shape;
-    Carver carver(memory.data[shape.ep_rank]);
-    const auto own = carve_symmetric_data<Bf16>(carver, shape);
-    const auto copy = [&](void* target, const void* source, int64_t count, size_t element_bytes) {
-      check_cuda(
-          cudaMemcpyAsync(target, source, static_cast<size_t>(count) * element_bytes, cudaMemcpyDeviceToDevice, stream),
-          "cannot stage the inputs");
-    };
-    launch_stage_tokens(own.num_tokens, inputs.num_tokens, stream);
-    if (inputs.num_tokens > 0) {
-      copy(own.topk_idx, inputs.topk_idx, inputs.num_tokens * shape.top_k, sizeof(int32_t));
-      copy(own.topk_weights, inputs.topk_weights, inputs.num_tokens * shape.top_k, sizeof(float));
-      copy(own.x, inputs.x, inputs.num_tokens * shape.hidden, sizeof(Bf16));
-      if (dy != nullptr) copy(own.dy, dy, inputs.num_tokens * shape.hidden, sizeof(Bf16));
-    }
-    if (memory.ranks_share_process) check_cuda(cudaEventRecord(staged_.get(), stream), "cannot record a CUDA event");
+    stage_inputs(memory, *args.inputs, nullptr, args.stream);
+    prepare_call(memory, args);
+    gather(memory, args.stream);
+  }
+  void stage(const RankMemory& memory, weft_backward_args& args) override {
+    const CurrentDevice current(device_);
+    const bool in_place = args.saved != nullptr && workspace_records().holds(args.workspace, args.generation);
+    args.source = in_place ? WEFT_SOURCE_WORKSPACE : args.saved != nullptr ? WEFT_SOURCE_SAVED : WEFT_SOURCE_RECOMPUTED;
+    stage_inputs(memory, *args.inputs, args.dy, args.stream);
+    prepare_call(memory, args);
+    gather(memory, args.stream);
   }
 
   int32_t forward(const RankMemory& memory, uint32_t, weft_forward_args& args) override {
     const CurrentDevice current(device_);
     workspace_records().forget(args.workspace, workspace_bytes());
-    or_give_up(memory, [&] { launch(memory, args); });
+    launch(memory, args, Direction::kForward, &RankCall::forward,
+           [&](std::span<const ForwardParams> ranks, int32_t num_sms, cudaStream_t stream) {
+             launch_forward(ranks, args.saved != nullptr, num_sms, stream);
+           });
     args.generation = 0;
     if (args.saved != nullptr &&
         !skips_phases(args.debug)) {  // without z a backward would have to compute again all the same
@@ -136,10 +133,11 @@ class CudaLayer final : public BackendLayer {
 
   int32_t backward(const RankMemory& memory, uint32_t, weft_backward_args& args) override {
     const CurrentDevice current(device_);
-    const bool in_place = args.saved != nullptr && workspace_records().holds(args.workspace, args.generation);
-    args.source = in_place ? WEFT_SOURCE_WORKSPACE : args.saved != nullptr ? WEFT_SOURCE_SAVED : WEFT_SOURCE_RECOMPUTED;
-    if (!in_place) workspace_records().forget(args.workspace, workspace_bytes());
-    or_give_up(memory, [&] { launch(memory, args); });
+    if (args.source != WEFT_SOURCE_WORKSPACE) workspace_records().forget(args.workspace, workspace_bytes());
+    launch(memory, args, Direction::kBackward, &RankCall::backward,
+           [](std::span<const BackwardParams> ranks, int32_t num_sms, cudaStream_t stream) {
+             launch_backward(ranks, num_sms, stream);
+           });
     return 1;
   }
 
@@ -163,15 +161,12 @@ class CudaLayer final : public BackendLayer {
     load_probed_forward();
     load_probed_backward();
     load_phases();
-    branch_ = branch_stream(device_, options_.shape);
-    staged_ = make_event();
-    done_ = make_event();
   }
 
   void join(void* caller_stream) override {
     const CurrentDevice current(device_);
-    check_cuda(cudaEventRecord(done_.get(), branch_), "cannot record a CUDA event");
-    check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(caller_stream), done_.get()), "cannot join a stream");
+    check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(caller_stream), gathering_->done.get()),
+               "cannot join a stream");
   }
 
   void check_reported() override {
@@ -206,6 +201,29 @@ class CudaLayer final : public BackendLayer {
             max_of(2, usable_sms_ / ranks / 2 * 2));
   }
 
+  // A single rank's kernels read the caller's own indices and rows. Otherwise what the peers read is copied in the
+  // order of the caller's stream, whose earlier calls have drained: nobody reads any more what they staged.
+  void stage_inputs(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void* caller_stream) const {
+    const auto stream = static_cast<cudaStream_t>(caller_stream);
+    if (is_alone()) return launch_stage_tokens(&state_->num_tokens, inputs.num_tokens, stream);
+    check_share(memory);
+    const LayerShape& shape = options_.shape;
+    Carver carver(memory.data[shape.ep_rank]);
+    const auto own = carve_symmetric_data<Bf16>(carver, shape);
+    const auto copy = [&](void* target, const void* source, int64_t count, size_t element_bytes) {
+      check_cuda(
+          cudaMemcpyAsync(target, source, static_cast<size_t>(count) * element_bytes, cudaMemcpyDeviceToDevice, stream),
+          "cannot stage the inputs");
+    };
+    launch_stage_tokens(own.num_tokens, inputs.num_tokens, stream);
+    if (inputs.num_tokens > 0) {
+      copy(own.topk_idx, inputs.topk_idx, inputs.num_tokens * shape.top_k, sizeof(int32_t));
+      copy(own.topk_weights, inputs.topk_weights, inputs.num_tokens * shape.top_k, sizeof(float));
+      copy(own.x, inputs.x, inputs.num_tokens * shape.hidden, sizeof(Bf16));
+      if (dy != nullptr) copy(own.dy, dy, inputs.num_tokens * shape.hidden, sizeof(Bf16));
+    }
+  }
+
   Peers peers_of(const RankMemory& memory, const weft_inputs& inputs, const void* dy = nullptr) const {
     Peers peers{};
     if (is_alone()) {
@@ -220,28 +238,17 @@ class CudaLayer final : public BackendLayer {
     return peers_in(memory, options_.shape);
   }
 
-  // Ranks of one process may be called in one stream, where the first would wait for the second for ever: they run in
-  // streams of their own, which leave the caller's behind the staging and join it again when all have launched.
-  cudaStream_t stream_of(const RankMemory& memory, void* caller_stream) const {
-    if (!memory.ranks_share_process) return static_cast<cudaStream_t>(caller_stream);
-    check_cuda(cudaStreamWaitEvent(branch_, staged_.get()), "cannot leave the caller's stream");
-    return branch_;
-  }
-
-  void launch(const RankMemory& memory, const weft_forward_args& args) {
+  void prepare_call(const RankMemory& memory, const weft_forward_args& args) {
     Carver carver(args.workspace);
     const Workspace workspace = carve_workspace(carver, options_.shape, Direction::kForward);
     const Peers peers = peers_of(memory, *args.inputs);
-    const ForwardParams params = launch_params().forward(workspace, args, peers, kForwardChoice);
-    const cudaStream_t stream = stream_of(memory, args.stream);
     const Call call{CallKind::kForward, fingerprint_};
-    launch_plan(launch_params().plan(workspace, peers, kForwardChoice, call, num_sms(memory)), stream);
-    launch_phases(params, phase_options(args.debug), Direction::kForward, stream, [&](const ForwardParams& launch) {
-      launch_forward(launch, args.saved != nullptr, num_sms(memory), stream);
-    });
+    call_.num_sms = num_sms(memory);
+    call_.plan = launch_params().plan(workspace, peers, kForwardChoice, call);
+    call_.forward = launch_params().forward(workspace, args, peers, kForwardChoice);
   }
 
-  void launch(const RankMemory& memory, const weft_backward_args& args) {
+  void prepare_call(const RankMemory& memory, const weft_backward_args& args) {
     Carver carver(args.workspace);
     const Workspace workspace = carve_workspace(carver, options_.shape, Direction::kBackward);
     const Peers peers = peers_of(memory, *args.inputs, args.dy);
@@ -253,14 +260,70 @@ class CudaLayer final : public BackendLayer {
                                                                       : Recompute::kNever;
     const Work work{wants_dx || wants_dtopk, wants_dx, args.ddown != nullptr, wants_gate_up, recompute};
     const TaskChoice choice = backward_choice(work);
-    const BackwardParams params = launch_params().backward(workspace, args, peers, choice);
-    const cudaStream_t stream = stream_of(memory, args.stream);
     // Made anew even where the forward's is still there - the same bits - since the tasks are others.
     const uint32_t wants = (wants_dx ? 1U : 0U) | (wants_dtopk ? 2U : 0U);
     const Call call{CallKind::kBackward, fingerprint_ << 2 | wants};
-    launch_plan(launch_params().plan(workspace, peers, choice, call, num_sms(memory)), stream);
-    launch_phases(params, phase_options(args.debug), Direction::kBackward, stream,
-                  [&](const BackwardParams& launch) { launch_backward(launch, num_sms(memory), stream); });
+    call_.num_sms = num_sms(memory);
+    call_.plan = launch_params().plan(workspace, peers, choice, call);
+    call_.backward = launch_params().backward(workspace, args, peers, choice);
+  }
+
+  static int32_t first_of(const RankMemory& memory) { return std::countr_zero(memory.ranks_together); }
+
+  // Leaves the prepared call where the first rank of those that launch together finds it.
+  void gather(const RankMemory& memory, void* caller_stream) {
+    if (!memory.ranks_share_process) return;
+    const OutsideCapture outside;
+    gathering_ = Gathering::of(memory.controls[first_of(memory)]);
+    Gathering::Member& own = gathering_->members[static_cast<size_t>(options_.shape.ep_rank)];
+    own.call = &call_;
+    check_cuda(cudaEventRecord(own.staged.get(), static_cast<cudaStream_t>(caller_stream)),
+               "cannot record a CUDA event");
+  }
+
+  // Launches this rank's call in its stream; or, by the first of the ranks that launch together, those of all of them
+  // in a stream of their own, which leaves each caller's behind the staging and which join() leads back.
+  template <class Args, class Params, class Kernel>
+  void launch(const RankMemory& memory, const Args& args, Direction direction, Params RankCall::*params,
+              const Kernel& kernel) {
+    or_give_up(memory, [&] {
+      const PhaseOptions phases = phase_options(args.debug);
+      if (!memory.ranks_share_process) {
+        return launch_calls({&call_}, direction, params, phases, static_cast<cudaStream_t>(args.stream), kernel);
+      }
+      if (first_of(memory) != options_.shape.ep_rank) return;
+      const cudaStream_t stream = gathering_->stream.get();
+      std::vector<const RankCall*> calls;
+      for (int32_t rank = 0; rank < options_.shape.ep_size; ++rank) {
+        if ((memory.ranks_together >> rank & 1) == 0) continue;
+        const Gathering::Member& member = gathering_->members[static_cast<size_t>(rank)];
+        check_cuda(cudaStreamWaitEvent(stream, member.staged.get()), "cannot leave the caller's stream");
+        calls.push_back(member.call);
+      }
+      try {
+        launch_calls(calls, direction, params, phases, stream, kernel);
+      } catch (...) {
+        cudaEventRecord(gathering_->done.get(), stream);
+        throw;
+      }
+      check_cuda(cudaEventRecord(gathering_->done.get(), stream), "cannot record a CUDA event");
+    });
+  }
+
+  template <class Params, class Kernel>
+  static void launch_calls(const std::vector<const RankCall*>& calls, Direction direction, Params RankCall::*params,
+                           const PhaseOptions& phases, cudaStream_t stream, const Kernel& kernel) {
+    std::vector<PlanLaunch> plans;
+    std::vector<Params> ranks;
+    int32_t num_sms = calls[0]->num_sms;
+    for (const RankCall* call : calls) {
+      plans.push_back(call->plan);
+      ranks.push_back(call->*params);
+      num_sms = min_of(num_sms, call->num_sms);
+    }
+    launch_plan(plans, num_sms, stream);
+    launch_phases(std::span(ranks), phases, direction, stream,
+                  [&](std::span<const Params> launch) { kernel(launch, num_sms, stream); });
   }
 
   static bool skips_phases(const weft_debug* debug) { return debug != nullptr && debug->skipped_phases != 0; }
@@ -302,9 +365,8 @@ class CudaLayer final : public BackendLayer {
   std::unique_ptr<DeviceState, DeviceDeleter> state_;
   std::unique_ptr<PlanReport, PinnedDeleter> host_report_;
   uint32_t fingerprint_ = 0;
-  cudaStream_t branch_ = nullptr;  // of several ranks; used where they share a process
-  Event staged_;                   // this rank's inputs lie in symmetric memory
-  Event done_;                     // the kernels in branch_
+  RankCall call_{};
+  std::shared_ptr<Gathering> gathering_;  // of ranks that share a process
 };
 
 }  // namespace
@@ -321,6 +383,10 @@ std::string cuda_unsupported(const CudaOptions& options) {
   if (options.recipe->precision != WEFT_PRECISION_BF16) {
     return words("the CUDA backend runs precision \"bf16\" today, not \"", options.recipe->name,
                  "\"; use device \"cpu\"");
+  }
+  if (options.shape.ep_size > kMaxCudaRanks) {
+    return words("ep_size is ", options.shape.ep_size, "; the CUDA backend takes up to ", kMaxCudaRanks,
+                 " ranks, the GPUs of one machine");
   }
   if (options.shape.max_passes() > kMostPasses) {
     return words("capacity_rows is ", options.shape.capacity_rows(), ", with which a routing may take ",

@@ -28,9 +28,9 @@ const TaskTable& table_of(const Workspace& workspace, const TaskChoice& choice) 
   return choice.direction == Direction::kForward ? workspace.forward_table : workspace.backward_table;
 }
 
-RowPull row_pull(const Bf16* const (&source)[kMaxRanks], Bf16* pool) {
+RowPull row_pull(const Bf16* const (&source)[kMaxCudaRanks], Bf16* pool) {
   RowPull pull{};
-  std::copy_n(source, kMaxRanks, pull.source);
+  std::copy_n(source, kMaxCudaRanks, pull.source);
   pull.pool = pool;
   return pull;
 }
@@ -57,21 +57,20 @@ Peers peers_in(const RankMemory& memory, const LayerShape& shape) {
 }
 
 PlanLaunch LaunchParams::plan(const Workspace& workspace, const Peers& peers, const TaskChoice& choice,
-                              const Call& call, int32_t num_sms) const {
+                              const Call& call) const {
   PlanLaunch launch{};
   launch.plan = workspace.plan;
   launch.scratch = workspace.scratch;
   launch.table = table_of(workspace, choice);
   launch.choice = choice;
   launch.flags = workspace.flags;
-  std::copy_n(peers.controls, kMaxRanks, launch.controls);
-  std::copy_n(peers.topk_idx, kMaxRanks, launch.topk_idx);
-  std::copy_n(peers.topk_weights, kMaxRanks, launch.topk_weights);
-  std::copy_n(peers.num_tokens, kMaxRanks, launch.num_tokens);
+  std::copy_n(peers.controls, kMaxCudaRanks, launch.controls);
+  std::copy_n(peers.topk_idx, kMaxCudaRanks, launch.topk_idx);
+  std::copy_n(peers.topk_weights, kMaxCudaRanks, launch.topk_weights);
+  std::copy_n(peers.num_tokens, kMaxCudaRanks, launch.num_tokens);
   launch.report = report_;
   launch.call = call;
   launch.deadline_s = options_.deadline_s;
-  launch.num_sms = num_sms;
   return launch;
 }
 
@@ -86,9 +85,9 @@ void LaunchParams::fill(PersistentParams& params, const Workspace& workspace, co
   params.token_sum = workspace.token_sum;
   params.combine = choice.work.combine;
   params.recompute = choice.work.recompute;
-  std::copy_n(peers.partial, kMaxRanks, params.partial);
-  std::copy_n(peers.arrived, kMaxRanks, params.arrived);
-  std::copy_n(peers.controls, kMaxRanks, params.controls);
+  std::copy_n(peers.partial, kMaxCudaRanks, params.partial);
+  std::copy_n(peers.arrived, kMaxCudaRanks, params.arrived);
+  std::copy_n(peers.controls, kMaxCudaRanks, params.controls);
   params.report = report_;
   params.host_report = host_report_;
   params.deadline_ns = static_cast<uint64_t>(options_.deadline_s * 1e9);
@@ -186,7 +185,7 @@ BackwardParams LaunchParams::backward(const Workspace& workspace, const weft_bac
   params.num_dw_tiles = num_dw_tiles(shape);
   if (args.want_dtopk_weights != 0) params.dw_partial = workspace.dw_partial;
   params.dtopk_weights = args.dtopk_weights;
-  std::copy_n(peers.dtopk_weights, kMaxRanks, params.dtopk_home);
+  std::copy_n(peers.dtopk_weights, kMaxCudaRanks, params.dtopk_home);
   params.clamp_limit = static_cast<float>(options_.clamp_limit);
   params.grads_in_fp32 = in_fp32;
   params.accumulates = args.accumulate != 0;

@@ -12,15 +12,15 @@ namespace weft {
 // Where the kernels find what each rank brings and is brought: in its symmetric memory, as mapped here. A single rank's
 // inputs are where its caller has them, and nobody brings it rows.
 struct Peers {
-  ControlBlock* controls[kMaxRanks];
-  const int64_t* num_tokens[kMaxRanks];
-  const int32_t* topk_idx[kMaxRanks];
-  const float* topk_weights[kMaxRanks];
-  const Bf16* x[kMaxRanks];
-  const Bf16* dy[kMaxRanks];
-  Bf16* partial[kMaxRanks];
-  float* dtopk_weights[kMaxRanks];
-  uint32_t* arrived[kMaxRanks];
+  ControlBlock* controls[kMaxCudaRanks];
+  const int64_t* num_tokens[kMaxCudaRanks];
+  const int32_t* topk_idx[kMaxCudaRanks];
+  const float* topk_weights[kMaxCudaRanks];
+  const Bf16* x[kMaxCudaRanks];
+  const Bf16* dy[kMaxCudaRanks];
+  Bf16* partial[kMaxCudaRanks];
+  float* dtopk_weights[kMaxCudaRanks];
+  uint32_t* arrived[kMaxCudaRanks];
 };
 
 // Of a group of several ranks.
@@ -32,8 +32,7 @@ class LaunchParams {
   LaunchParams(const CudaOptions& options, PlanReport* report, PlanReport* host_report)
       : options_(options), report_(report), host_report_(host_report) {}
 
-  PlanLaunch plan(const Workspace& workspace, const Peers& peers, const TaskChoice& choice, const Call& call,
-                  int32_t num_sms) const;
+  PlanLaunch plan(const Workspace& workspace, const Peers& peers, const TaskChoice& choice, const Call& call) const;
   ForwardParams forward(const Workspace& workspace, const weft_forward_args& args, const Peers& peers,
                         const TaskChoice& choice) const;
   BackwardParams backward(const Workspace& workspace, const weft_backward_args& args, const Peers& peers,

@@ -26,8 +26,8 @@ WEFT_HD inline int32_t pool_row(const Plan& plan, int32_t virtual_row) {
 
 // Rows that are dispatched: pulled from their owners and stored in every pool row of theirs.
 struct RowPull {
-  const Bf16* source[kMaxRanks];  // [T of the rank, H]
-  Bf16* pool;                     // [capacity, H]
+  const Bf16* source[kMaxCudaRanks];  // [T of the rank, H]
+  Bf16* pool;                         // [capacity, H]
 };
 inline constexpr int32_t kMaxPulls = 2;  // backward pulls dy, and x unless it is in the pool already
 
@@ -45,19 +45,19 @@ struct PersistentParams {
   int32_t num_pulls_in_passes;  // in one of several, where a pool holds the rows of the last pass only
   Recompute recompute;          // backward: of z, as in Work
 
-  bool combine;                  // whether anything goes home to the tokens
-  const Bf16* rows;              // [capacity, H] o or dx of pool rows, which combine sums; null: not wanted
-  Bf16* result;                  // [T, H] y or dx
-  Bf16* partial[kMaxRanks];      // more than one rank: partial rows, [max_tokens, slots, H] on the tokens' owners
-  uint32_t* arrived[kMaxRanks];  // and their flags
-  float* token_sum;              // [max_tokens, H] sums of own tokens between passes
+  bool combine;                      // whether anything goes home to the tokens
+  const Bf16* rows;                  // [capacity, H] o or dx of pool rows, which combine sums; null: not wanted
+  Bf16* result;                      // [T, H] y or dx
+  Bf16* partial[kMaxCudaRanks];      // more than one rank: partial rows, [max_tokens, slots, H] on the tokens' owners
+  uint32_t* arrived[kMaxCudaRanks];  // and their flags
+  float* token_sum;                  // [max_tokens, H] sums of own tokens between passes
 
-  const float* dw_partial;       // backward: [capacity, num_dw_tiles] parts of the router gradients; null: not wanted
-  int32_t num_dw_tiles;          // of a row: the columns of a down_dgrad tile each
-  float* dtopk_weights;          // [T, K] router gradients
-  float* dtopk_home[kMaxRanks];  // more than one rank: the same, [max_tokens, K] on the tokens' owners
+  const float* dw_partial;  // backward: [capacity, num_dw_tiles] parts of the router gradients; null: not wanted
+  int32_t num_dw_tiles;     // of a row: the columns of a down_dgrad tile each
+  float* dtopk_weights;     // [T, K] router gradients
+  float* dtopk_home[kMaxCudaRanks];  // more than one rank: the same, [max_tokens, K] on the tokens' owners
 
-  ControlBlock* controls[kMaxRanks];
+  ControlBlock* controls[kMaxCudaRanks];
   PlanReport* report;       // what went wrong first, in device memory
   PlanReport* host_report;  // its copy where the host sees it
   uint64_t deadline_ns;

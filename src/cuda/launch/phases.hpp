@@ -2,6 +2,8 @@
 // pass. Which passes there are only the device knows: a launch of one that is not needed ends at once.
 #pragma once
 
+#include <span>
+
 #include "cuda/launch/persistent.hpp"
 
 namespace weft {
@@ -29,18 +31,21 @@ void launch_reset_tickets(const PassFlags& flags, cudaStream_t stream);
 // Raises the flags of a rank alone that the `skipped` phases would have raised.
 void launch_raise_flags(const PersistentParams& params, Direction direction, PhaseMask skipped, cudaStream_t stream);
 
-// launch(params) for each launch.
+// launch(ranks) for each launch of the ranks of one call, whose options are the same.
 template <class Params, class Launch>
-void launch_phases(const Params& call, const PhaseOptions& options, Direction direction, cudaStream_t stream,
+void launch_phases(std::span<Params> ranks, const PhaseOptions& options, Direction direction, cudaStream_t stream,
                    const Launch& launch) {
-  Params params = call;
-  params.probe = options.probe;
-  if (options.skipped != 0) launch_raise_flags(params, direction, options.skipped, stream);
-  const auto max_passes = static_cast<int32_t>(params.plan.shape.max_passes());
+  for (Params& params : ranks) {
+    params.probe = options.probe;
+    if (options.skipped != 0) launch_raise_flags(params, direction, options.skipped, stream);
+  }
+  const auto max_passes = static_cast<int32_t>(ranks[0].plan.shape.max_passes());
   for_each_launch(direction, options.one_by_one, options.skipped, max_passes, [&](const LaunchRange& range) {
-    params.launch = range;
-    if (options.one_by_one) launch_reset_tickets(params.flags.of_pass(range.first_pass), stream);
-    launch(params);
+    for (Params& params : ranks) {
+      params.launch = range;
+      if (options.one_by_one) launch_reset_tickets(params.flags.of_pass(range.first_pass), stream);
+    }
+    launch(std::span<const Params>(ranks));
   });
 }
 

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
+#include "cuda/launch/together.hpp"
 #include "layout/carver.hpp"
 #include "protocol/flags.hpp"
 #include "protocol/gate.hpp"
@@ -125,22 +127,22 @@ struct PlanLaunch {
   TaskTable table;
   TaskChoice choice;
   LocalFlags flags;
-  ControlBlock* controls[kMaxRanks];  // zeroed when the group was made
-  const int32_t* topk_idx[kMaxRanks];
-  const float* topk_weights[kMaxRanks];
-  const int64_t* num_tokens[kMaxRanks];
+  ControlBlock* controls[kMaxCudaRanks];  // zeroed when the group was made
+  const int32_t* topk_idx[kMaxCudaRanks];
+  const float* topk_weights[kMaxCudaRanks];
+  const int64_t* num_tokens[kMaxCudaRanks];
   PlanReport* report;  // zeroed by the host
   Call call;           // what this rank has come to do; the same on every rank
   double deadline_s;   // longest wait for a peer
-  int32_t num_sms;     // most SMs to use; 0: all
 };
 
 // Loads the kernel. Left to its first launch, loading could wait for kernels of other ranks of this process that run on
 // the device already and wait for that launch.
 void load_plan();
 
-// Ordered in `stream`. Throws Error(WEFT_UNSUPPORTED) if the experts exceed what a CTA can count, and
-// Error(WEFT_INTERNAL) if the launch itself fails. What goes wrong on the device is in `report`.
-void launch_plan(const PlanLaunch& launch, cudaStream_t stream);
+// Of the ranks of one launch, which bring the same shape, on at most num_sms SMs each (0: all). Ordered in `stream`.
+// Throws Error(WEFT_UNSUPPORTED) if the experts exceed what a CTA can count, and Error(WEFT_INTERNAL) if the launch
+// itself fails. What goes wrong on the device is in each rank's `report`.
+void launch_plan(std::span<const PlanLaunch> ranks, int32_t num_sms, cudaStream_t stream);
 
 }  // namespace weft

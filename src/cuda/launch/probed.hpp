@@ -10,7 +10,7 @@ namespace weft {
 void load_probed_forward();
 void load_probed_backward();
 
-void launch_probed_forward(const ForwardParams& params, bool save_z, int32_t num_sms, cudaStream_t stream);
-void launch_probed_backward(const BackwardParams& params, int32_t num_sms, cudaStream_t stream);
+void launch_probed_forward(std::span<const ForwardParams> ranks, bool save_z, int32_t num_sms, cudaStream_t stream);
+void launch_probed_backward(std::span<const BackwardParams> ranks, int32_t num_sms, cudaStream_t stream);
 
 }  // namespace weft

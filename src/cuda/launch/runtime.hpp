@@ -1,5 +1,4 @@
-// What a layer needs of the CUDA runtime: errors in words, memory and events with an owner, and the streams of ranks
-// that share a process.
+// What a layer needs of the CUDA runtime: errors in words; memory, events and streams with an owner.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +6,6 @@
 #include <memory>
 
 #include "core/status.hpp"
-#include "layout/shape.hpp"
 
 namespace weft {
 
@@ -29,8 +27,14 @@ struct EventDeleter {
   void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
 };
 using Event = std::unique_ptr<CUevent_st, EventDeleter>;
+struct StreamDeleter {
+  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+};
+using Stream = std::unique_ptr<CUstream_st, StreamDeleter>;
 
 Event make_event();
+// One that waits for no other: the default stream may hold a kernel that waits for this rank.
+Stream make_stream();
 
 // While it lives, what this thread does outside a captured stream is allowed beside the capture.
 class OutsideCapture {
@@ -44,25 +48,16 @@ class OutsideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// One that waits for no other: the default stream may hold a kernel that waits for this rank.
-cudaStream_t make_stream();
-
 // Into device memory, in no stream of the caller's and no part of a capture, and by a copy: kernels that wait may leave
 // no SM to another.
 template <class Value>
 void write_to_device(Value* target, const Value& value) {
   const OutsideCapture outside;
-  const cudaStream_t stream = make_stream();
-  const cudaError_t sent = cudaMemcpyAsync(target, &value, sizeof(Value), cudaMemcpyHostToDevice, stream);
-  const cudaError_t done = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
+  const Stream stream = make_stream();
+  const cudaError_t sent = cudaMemcpyAsync(target, &value, sizeof(Value), cudaMemcpyHostToDevice, stream.get());
+  const cudaError_t done = cudaStreamSynchronize(stream.get());
   check_cuda(sent, "cannot write to the device");
   check_cuda(done, "cannot write to the device");
 }
-
-// Where the kernels of a rank run that shares its process with others; on the current device. One a device and rank for
-// all layers, and those of all ranks made one after another: streams share a few queues of the driver, in which kernels
-// of two ranks must not be one behind the other.
-cudaStream_t branch_stream(int device, const LayerShape& shape);
 
 }  // namespace weft

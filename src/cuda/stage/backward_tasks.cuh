@@ -127,7 +127,9 @@ __device__ __forceinline__ SwigluBackward swiglu_backward(float g, float u, floa
   return out;
 }
 
+template <int32_t kRanks>
 struct BackwardBodies {
+  const Together<BackwardParams, kRanks>& launch;
   const BackwardParams& params;
 
   __device__ __forceinline__ int32_t num_stages(const TaskHead& head) const {
@@ -161,19 +163,24 @@ struct BackwardBodies {
       multiply<ptx::Major::kK, ptx::Major::kK>(stage, backward_steps(params.plan, head), warpgroup, publish, acc);
       const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
 #pragma unroll
-      for (int32_t part = 0; part < 2; ++part) store_z(store, &params.dz_store, head.n_tile, part, first_row, acc);
+      for (int32_t part = 0; part < 2; ++part)
+        store_z(store, map(&BackwardParams::dz_store), head.n_tile, part, first_row, acc);
     } else {
       multiply<ptx::Major::kK, ptx::Major::kMN>(stage, backward_steps(params.plan, head), warpgroup, publish, acc);
       if (head.kind == TaskKind::kDownDgrad) {
         finish_down_dgrad(head, row_in_block, stage, store, acc);
       } else {
         const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
-        store_bf16(store, &params.rows_store, head.n_tile * kTileN, first_row, 0, acc);
+        store_bf16(store, map(&BackwardParams::rows_store), head.n_tile * kTileN, first_row, 0, acc);
       }
     }
   }
 
  private:
+  __device__ __forceinline__ const CUtensorMap* map(CUtensorMap BackwardParams::*which) const {
+    return &(own_params_anew(launch).*which);
+  }
+
   // dg and du take the place of g and u in the stage, from where they are stored.
   __device__ __forceinline__ void finish_down_dgrad(const TaskHead& head, int32_t row_in_block, StageReader& stage,
                                                     TileStore& store, const float (&acc)[128]) const {
@@ -216,9 +223,9 @@ struct BackwardBodies {
       }
       const int32_t column = head.n_tile * kTileN + chunk * kChunkCols;
       store.send([&](const uint8_t* act_rows) {
-        ptx::tma_store(&params.dz_store, gate_rows, column, 0, first_row);
-        ptx::tma_store(&params.dz_store, up_rows, column, 1, first_row);
-        ptx::tma_store(&params.act_store, act_rows, column, first_row, 0);
+        ptx::tma_store(map(&BackwardParams::dz_store), gate_rows, column, 0, first_row);
+        ptx::tma_store(map(&BackwardParams::dz_store), up_rows, column, 1, first_row);
+        ptx::tma_store(map(&BackwardParams::act_store), act_rows, column, first_row, 0);
       });
       // A chunk later the stores have read the stage.
       if (chunk > 0) release_after_stores<1>(stage, previous);
@@ -289,10 +296,10 @@ struct BackwardBodies {
   };
   __device__ __forceinline__ Target target_of(const TaskHead& head, int32_t row_in_tile) const {
     const int32_t row = head.m_tile * kBlockRows + row_in_tile;
-    if (head.kind == TaskKind::kDownWgrad) return {&params.ddown, row};
+    if (head.kind == TaskKind::kDownWgrad) return {map(&BackwardParams::ddown), row};
     const int32_t num_gate_tiles = ceil_div(static_cast<int32_t>(params.plan.shape.intermediate), kBlockRows);
-    if (head.m_tile < num_gate_tiles) return {&params.dgate, row};
-    return {&params.dup, row - num_gate_tiles * kBlockRows};
+    if (head.m_tile < num_gate_tiles) return {map(&BackwardParams::dgate), row};
+    return {map(&BackwardParams::dup), row - num_gate_tiles * kBlockRows};
   }
 
   __device__ __forceinline__ void finish_wgrad(const TaskHead& head, int32_t row_in_tile, TileStore& store,

@@ -131,8 +131,9 @@ __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   return true;
 }
 
-// One communication warp, all passes of the launch. A pass is opened by the launch that has its pulls.
-template <class Probe>
+// One communication warp, all passes of the launch. A pass is opened by the launch that has its pulls. kRowsAtOnce: as
+// in run_comm.
+template <int32_t kRowsAtOnce, class Probe>
 __device__ __forceinline__ void run_comm_passes(const PersistentParams& params, Direction direction, bool combine,
                                                 bool leads, const Probe& probe) {
   const int32_t num_passes = end_pass(params);
@@ -144,7 +145,7 @@ __device__ __forceinline__ void run_comm_passes(const PersistentParams& params, 
     __syncwarp();
     if (!enter_pass(params, pass)) return;
     const CommOrder order = own_comm_order(params, direction, pass, combine);
-    if (!run_comm<1, 8>(params, order, pass, probe)) return;
+    if (!run_comm<1, kRowsAtOnce>(params, order, pass, probe)) return;
     if (pass + 1 == num_passes) return;
     if (first_lane) ptx::red_add_release_gpu(params.flags.banks[pass % kNumBanks].workers_done, 1);
   }

@@ -182,9 +182,8 @@ __device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, 
   publish.publish();  // a contraction too short for the step above
 }
 
-template <class Bodies>
-__device__ __forceinline__ void run_math(const PersistentParams& params, SharedTile& shared, const Bodies& bodies,
-                                         int32_t warpgroup) {
+template <class MakeBodies>
+__device__ __forceinline__ void run_math(SharedTile& shared, const MakeBodies& make_bodies, int32_t warpgroup) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32 % 4);
   StageReader stage(shared);
   DeferredPublish publish;
@@ -196,12 +195,13 @@ __device__ __forceinline__ void run_math(const PersistentParams& params, SharedT
     const TaskHead head = take_task(shared, slot);
     __syncwarp();
     if (threadIdx.x % 32 == 0) release_task(shared, slot);
+    const auto bodies = make_bodies();
     if (head.local_expert < 0) {
       publish.publish();
       if (threadIdx.x % 32 == 0) ptx::bulk_wait();  // stores that no counter announces
       if (head.ends()) return;
       if (threadIdx.x % 32 == 0) {
-        ptx::red_add_release_gpu(params.flags.banks[head.pass % kNumBanks].workers_done, 1);
+        ptx::red_add_release_gpu(bodies.params.flags.banks[head.pass % kNumBanks].workers_done, 1);
       }
     } else if (head.valid_rows > warpgroup * 64) {
       TileStore store(shared.store[warpgroup * 4 + warp]);

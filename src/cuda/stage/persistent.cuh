@@ -34,10 +34,12 @@ __device__ __forceinline__ void init_barriers(SharedTile& shared) {
   ptx::fence_mbarrier_init();
 }
 
-// kSumChunks: pieces a lane that the sums of math warps have in flight.
-template <int32_t kSumChunks, class Operands, class Bodies, class Probe>
-__device__ __forceinline__ void run_roles(const PersistentParams& params, const Operands& operands,
-                                          const Bodies& bodies, Direction direction, bool combine, const Probe& probe) {
+// kSumChunks: pieces a lane that the sums of math warps have in flight. Each role asks anew for its parameters, and for
+// operands or bodies over them.
+template <int32_t kSumChunks, class Probe, class Launch, class MakeOperands, class MakeBodies>
+__device__ __forceinline__ void run_roles(const Launch& launch, Direction direction, const MakeOperands& make_operands,
+                                          const MakeBodies& make_bodies) {
+  const PersistentParams& params = own_params(launch);
   // What the plan's launch found wrong reaches the host with this one. If it ended early there is nothing to run.
   // The fault is written last: the host looks at it first. Of a stall in a kernel such as this the host has been told.
   const PlanFault found = blockIdx.x == 0 && threadIdx.x == 0 ? params.report->fault : PlanFault::kNone;
@@ -50,43 +52,49 @@ __device__ __forceinline__ void run_roles(const PersistentParams& params, const 
     params.host_report->fault = fault;
   }
   if (params.state->ready == 0 || params.launch.first_pass >= *params.plan.num_passes) return;
+  // By an offset, not by rounding the address, in which the compiler would no longer see one of shared memory.
   extern __shared__ uint8_t raw_shared[];
-  auto& shared = *reinterpret_cast<SharedTile*>((reinterpret_cast<uintptr_t>(raw_shared) + 1023) / 1024 * 1024);
+  auto& shared = *reinterpret_cast<SharedTile*>(raw_shared + (-ptx::shared_address(raw_shared) & 1023U));
   if (threadIdx.x == 0) init_barriers(shared);
   ptx::cluster_sync();
 
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   if (warp < 4) {
     ptx::give_registers<104>();
+    const PersistentParams& own = own_params_anew(launch);
+    const Probe probe(own);
     if (warp == 0) {
       if (threadIdx.x == 0) {
         const typename Probe::Span span = probe.begin(WEFT_TRACE_LOAD);
-        run_load(operands, shared, ptx::cluster_rank());
+        run_load(make_operands(), shared, ptx::cluster_rank());
         probe.end(span);
       }
     } else if (warp == 1) {
-      if (ptx::cluster_rank() == 0) run_scheduler(params, shared, direction, probe);
+      if (ptx::cluster_rank() == 0) run_scheduler(own, shared, direction, probe);
     } else {
-      run_comm_passes(params, direction, combine, blockIdx.x == 0 && warp == 2, probe);
+      // A probe in a launch of several places leaves no registers for more rows in flight.
+      constexpr int32_t kRowsAtOnce = Launch::kPlaces > 1 && Probe::kProbes ? 4 : 8;
+      run_comm_passes<kRowsAtOnce>(own, direction, own.combine, blockIdx.x == 0 && warp == 2, probe);
     }
   } else {
     ptx::take_registers<200>();
-    run_math(params, shared, bodies, warp / 4 - 1);
-    const int32_t last_pass = end_pass(params) - 1;
-    if (enter_pass(params, last_pass)) {
-      run_comm<kSumChunks, 8>(params, own_comm_order(params, direction, last_pass, combine), last_pass, probe);
+    run_math(shared, make_bodies, warp / 4 - 1);
+    const PersistentParams& own = own_params_anew(launch);
+    const int32_t last_pass = end_pass(own) - 1;
+    if (enter_pass(own, last_pass)) {
+      run_comm<kSumChunks, 8>(own, own_comm_order(own, direction, last_pass, own.combine), last_pass, Probe(own));
     }
   }
   __syncwarp();
   ptx::cluster_sync();  // the other CTA may still arrive at this one's barriers
 }
 
-// A launch of one CTA an SM in clusters of two; `cluster` must live as long.
-inline cudaLaunchConfig_t persistent_config(int32_t num_sms, cudaLaunchAttribute& cluster) {
+// A launch of one CTA an SM in clusters of two, of num_sms SMs a rank; `cluster` must live as long.
+inline cudaLaunchConfig_t persistent_config(size_t num_ranks, int32_t num_sms, cudaLaunchAttribute& cluster) {
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kClusterCtas, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_sms));
+  config.gridDim = dim3(static_cast<unsigned>(num_sms), static_cast<unsigned>(num_ranks));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.attrs = &cluster;
@@ -95,14 +103,15 @@ inline cudaLaunchConfig_t persistent_config(int32_t num_sms, cudaLaunchAttribute
 }
 
 template <class Params>
-cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int32_t num_sms, cudaStream_t stream) {
-  const cudaError_t status =
+void launch_persistent(void (*kernel)(Params), const Params& params, size_t num_ranks, int32_t num_sms,
+                       cudaStream_t stream, const char* name) {
+  cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
-  if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
-  cudaLaunchConfig_t config = persistent_config(num_sms, cluster);
+  cudaLaunchConfig_t config = persistent_config(num_ranks, num_sms, cluster);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, params);
+  require(status == cudaSuccess, WEFT_INTERNAL, name, " did not start: ", cudaGetErrorString(status));
 }
 
 // Loads a kernel; returns how many of its CTAs the current device can hold at once.
@@ -111,7 +120,7 @@ int32_t load_persistent(void (*kernel)(Params)) {
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
   cudaLaunchAttribute cluster{};
-  const cudaLaunchConfig_t config = persistent_config(kClusterCtas, cluster);
+  const cudaLaunchConfig_t config = persistent_config(1, kClusterCtas, cluster);
   int num_clusters = 0;
   if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config);
   require(status == cudaSuccess, WEFT_INTERNAL, "cannot load a persistent kernel: ", cudaGetErrorString(status));

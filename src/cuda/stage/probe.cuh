@@ -18,6 +18,7 @@ static_assert(trace_kind(CommTaskKind::kCombine) == WEFT_TRACE_COMBINE &&
 enum class ProbeSite : uint32_t { kTakeTask, kLoad, kMultiply, kAnnounceTile, kTakeTicket, kAnnouncePull, kCombine };
 
 struct NoProbe {
+  static constexpr bool kProbes = false;
   struct Span {};
   __device__ __forceinline__ explicit NoProbe(const PersistentParams&) {}
   __device__ __forceinline__ void delay(ProbeSite, int32_t) const {}
@@ -29,6 +30,7 @@ struct NoProbe {
 // only its place is kept in a register while the work runs.
 class Probe {
  public:
+  static constexpr bool kProbes = true;
   using Span = uint32_t;  // place of its record; 0: none
 
   __device__ __forceinline__ explicit Probe(const PersistentParams& params) : params_(params) {}
@@ -85,10 +87,10 @@ struct ProbedBodies : Bodies {
   template <class... Rest>
   __device__ __forceinline__ void run(const TaskHead& head, int32_t row_in_block, Rest&&... rest) const {
     probe.delay(ProbeSite::kMultiply, head.m_tile * 64 + head.n_tile);
-    typename Probe::Span span{};
-    if (row_in_block == 0) span = probe.begin(static_cast<int32_t>(head.kind));
+    __shared__ typename Probe::Span span;  // of the CTA's tile; not in a register, of which the body needs all
+    if (threadIdx.x == 128) span = probe.begin(static_cast<int32_t>(head.kind));
     Bodies::run(head, row_in_block, rest...);
-    probe.end(span);
+    if (threadIdx.x == 128) probe.end(span);
   }
   // Asked for when the stores of a tile are under way.
   __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
