@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from weft_moe.bench.step import (
 from weft_moe.bench.step_parts import PARTS, PartClock, marked
 from weft_moe.bench.step_report import is_of_other_sources, merge_rows, plot_steps, step_ratios
 from weft_moe.train.config import PRESETS, ConfigError, ModelSizes
+from weft_moe.train.dispatch import DISPATCHES
 from weft_moe.train.ranks import join_ranks
 from weft_moe.train.trainer import Trainer
 
@@ -127,7 +129,7 @@ def test_steps_are_measured_and_written(tmp_path, capsys):
     with one_thread():
         assert main(["step", *arguments]) == 0
     rows = json.loads(output.read_text())["step"]
-    assert [entry["backend"] for entry in rows] == ["torch", "mega_moe"]
+    assert [entry["backend"] for entry in rows] == ["torch", "transformers", "mega_moe"]
     for entry in rows:
         assert list(entry) == KEYS
         assert (entry["preset"], entry["num_layers"]) == ("tiny", 1)
@@ -138,45 +140,90 @@ def test_steps_are_measured_and_written(tmp_path, capsys):
     for words in (
         "tiny, 1 layers, bf16 parameters, flash_attention_for_cpu",
         "tokens/s/GPU",
+        f"EP 1: a step without MoE would be {1 - rows[0]['moe_share']:.3f} of torch's",
         "EP 1: step, mega_moe : torch: ",
         "EP 1: decoder layers alone, mega_moe : torch: ",
         "EP 1: peak memory, mega_moe : torch: ",
+        "EP 1: step, mega_moe : transformers: ",
+        "EP 1: decoder layers alone, mega_moe : transformers: ",
     ):
         assert words in printed
     assert (tmp_path / "gpu_step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def measure_on_rank(rank: int) -> list[Measurement]:
+def measure_on_rank(rank: int, ep: int) -> tuple[list[Measurement], list[str]]:
     os.environ["WORLD_SIZE"] = "2"  # as a launcher says it
-    options = StepOptions(**{**vars(OPTIONS), "ep": 2, "param_dtype": "fp32"})
-    return list(measure_steps(TINY, options, lambda line: None))
+    options = StepOptions(**{**vars(OPTIONS), "ep": ep, "param_dtype": "fp32"})
+    notes = []
+    return list(measure_steps(TINY, options, notes.append)), notes
 
 
-def test_ranks_measure_one_step_together():
-    both = run_ranks(measure_on_rank, 2)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_ranks_measure_one_step_together(ep):
+    both, notes = zip(*run_ranks(measure_on_rank, 2, ep), strict=True)
     for backends in zip(*both, strict=True):
-        assert {m.row.ep for m in backends} == {2}
+        assert {m.row.ep for m in backends} == {ep}
         assert len({m.loss for m in backends}) == 1
-    assert [m.row.backend for m in both[0]] == list(BACKENDS)
-    assert both[0][0].loss == pytest.approx(both[0][1].loss, rel=1e-3)
+    able = [backend for backend in BACKENDS if backend != "transformers" or ep == 1]
+    assert [m.row.backend for m in both[0]] == able
+    for other in both[0][1:]:
+        assert other.loss == pytest.approx(both[0][0].loss, rel=1e-3)
+    reason = (
+        "tiny: transformers is not measured: dispatch type 'transformers' cannot run here: ep = 2"
+    )
+    assert any(note.startswith(reason) for note in notes[0]) == (ep == 2)
 
 
-def test_a_backend_is_set_beside_the_other_of_its_case():
+def without_ops(**_):
+    raise ImportError("weft_moe was not built")
+
+
+def test_a_backend_that_cannot_run_is_left_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "weft_moe", SimpleNamespace(supports=without_ops))
+    notes = []
+    with one_thread():
+        measured = list(measure_steps(TINY, OPTIONS, notes.append))
+    assert [m.row.backend for m in measured] == ["torch", "transformers"]
+    assert "tiny: mega_moe is not measured: weft_moe was not built" in notes
+
+
+def test_a_case_that_no_backend_can_run_is_refused(monkeypatch):
+    def unsupported(layer, ep_size):
+        return "too small"
+
+    for dispatch in DISPATCHES.values():
+        monkeypatch.setattr(dispatch, "unsupported", unsupported)
+    notes = []
+    with pytest.raises(ValueError, match="tiny: no backend can run here"):
+        next(measure_steps(TINY, OPTIONS, notes.append))
+    assert [note.split()[1] for note in notes] == list(BACKENDS)
+
+
+def test_weft_is_set_beside_the_others_of_its_case():
     own = {"backend": "mega_moe", "peak_gib": 30.0}
     ratios = list(
         step_ratios(
             [
                 measurement(),
+                measurement(step_s=0.8, backend="transformers"),
                 measurement(step_s=0.4, shares=(0.25, 0.25, 0.125, 0.2, 0.175), **own),
                 measurement(step_s=0.1, **own, num_layers=9),  # has nothing beside it
             ]
         )
     )
-    assert [(r.meaning, round(r.value, 6), r.target) for r in ratios] == [
-        ("step", 0.8, 0.76),
-        ("decoder layers alone", 0.625, 0.73),
-        ("peak memory", 0.75, 1.0),
+    assert {r.row.backend for r in ratios} == {"mega_moe"}
+    assert [(r.other, r.meaning, round(r.value, 6), r.target) for r in ratios] == [
+        ("torch", "step", 0.8, 0.76),
+        ("torch", "decoder layers alone", 0.625, 0.73),
+        ("torch", "peak memory", 0.75, 1.0),
+        ("transformers", "step", 0.5, None),
+        ("transformers", "decoder layers alone", 0.390625, None),
     ]
+
+
+def test_a_step_without_moe_is_what_is_left_of_the_baseline():
+    assert row(moe_share=0.287).share_without_moe == pytest.approx(0.713)
+    assert "share_without_moe" not in row().as_dict()
 
 
 def test_rows_replace_their_own_kind_and_leave_the_rest(tmp_path):
@@ -216,12 +263,13 @@ def test_bars_are_as_high_as_the_steps(tmp_path, monkeypatch):
 
     seen = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
-    measurements = [measurement(), measurement(backend="mega_moe", step_s=0.4)]
+    steps_s = {"torch": 0.5, "transformers": 0.8, "mega_moe": 0.4}
+    measurements = [measurement(backend=name, step_s=step_s) for name, step_s in steps_s.items()]
     plot_steps(measurements, "Training step", tmp_path / "step.png")
     (axes,) = seen[0].axes
     assert len(axes.containers) == len(PARTS)
     tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
-    assert tops == pytest.approx([500.0, 400.0])
+    assert tops == pytest.approx([500.0, 800.0, 400.0])
 
 
 def test_the_model_is_the_preset_cut_and_fully_checkpointed():
@@ -229,7 +277,7 @@ def test_the_model_is_the_preset_cut_and_fully_checkpointed():
     sizes = trainer.model.sizes
     assert (sizes.num_layers, sizes.hidden, sizes.num_experts) == (2, 4096, 128)
     assert (trainer.checkpoint_activations, trainer.dtype) == (True, "bf16")
-    assert {d.type for d in trainer.dispatches} == set(BACKENDS)
+    assert [d.label for d in trainer.dispatches] == ["torch bf16"]
 
 
 @pytest.mark.parametrize(

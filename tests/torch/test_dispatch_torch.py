@@ -234,9 +234,10 @@ def test_index_out_of_range_names_token_and_slot(wrong):
 @pytest.mark.parametrize(
     ("type", "precision", "words"),
     [
-        ("nccl", "bf16", r"type = 'nccl': choose one of 'mega_moe', 'torch'"),
+        ("nccl", "bf16", r"type = 'nccl': choose one of 'mega_moe', 'torch', 'transformers'"),
         ("torch", "fp4", r"precision = 'fp4': choose one of 'fp32', 'bf16', 'fp8'"),
         ("torch", "fp8", r"that type does 'fp32', 'bf16'; types that do 'fp8': 'mega_moe'"),
+        ("transformers", "mxfp8", r"that type does 'fp32', 'bf16'; types that do 'mxfp8': 'mega"),
     ],
 )
 def test_unknown_or_impossible_choices_are_refused(type, precision, words):
@@ -253,6 +254,18 @@ def test_sizes_that_the_grouped_product_cannot_take_are_refused():
     cuda = MoeLayer(4, 12, 16, "bf16", None, torch.device("cuda"))
     with pytest.raises(ValueError, match=r"hidden = 12, intermediate = 16: .* multiples of 8"):
         make_dispatch("torch", cuda)
+
+
+def test_transformers_experts_take_whole_rows_on_any_device():
+    with pytest.raises(ValueError, match=r"hidden = 12, intermediate = 16: in bf16 .* of 8"):
+        make_dispatch("transformers", MoeLayer(4, 12, 16, "bf16", None, torch.device("cpu")))
+    make_dispatch("transformers", MoeLayer(4, 12, 16, "fp32", None, torch.device("cpu")))
+
+
+def test_transformers_experts_are_not_shared():
+    group = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match=r"'transformers' cannot run here: ep = 2: .* ep = 1"):
+        make_dispatch("transformers", layer(4, process_group=group))
 
 
 def test_mega_moe_passes_on_why_it_cannot_run(monkeypatch):

@@ -1,4 +1,4 @@
-"""The model with its experts replaced against transformers' own, for the same weights."""
+"""The model, its experts replaced or kept, against transformers' own for the same weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def rank_of_two(rank):
     return SimpleNamespace(rank=lambda: rank, size=lambda: 2)
 
 
-def build(process_group=None, seed=0):
+def build(process_group=None, seed=0, type="torch"):
     device = torch.device("cpu")
     layer = MoeLayer(
         SIZES.num_experts, SIZES.hidden, SIZES.intermediate, "fp32", process_group, device
     )
     return build_model(
         SIZES,
-        make_dispatch("torch", layer),
+        make_dispatch(type, layer),
         max_positions=SEQUENCE,
         process_group=process_group,
         device=device,
@@ -100,6 +100,22 @@ def test_logits_and_gradients_are_transformers_own(transformers_network, want):
     assert gradients.keys() == want[1].keys()
     for name, gradient in want[1].items():
         assert_close(gradients[name], gradient, name)
+
+
+def test_kept_blocks_give_the_bits_of_transformers(transformers_network, want):
+    network = build(type="transformers")
+    network.load_state_dict(transformers_network.state_dict())
+    logits, gradients = logits_and_gradients(network, tokens())
+    assert torch.equal(logits, want[0])
+    for name, gradient in want[1].items():
+        assert torch.equal(gradients[name], gradient), name
+
+
+def test_kept_blocks_have_the_weights_of_replaced_ones():
+    kept, replaced = build(type="transformers").state_dict(), build().state_dict()
+    assert kept.keys() == replaced.keys()
+    for name, weight in replaced.items():
+        assert torch.equal(kept[name], weight), name
 
 
 def test_two_ranks_give_transformers_logits_and_gradients(transformers_network, want):

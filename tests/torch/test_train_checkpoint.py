@@ -62,6 +62,13 @@ def test_replicas_may_change_in_number(saved):
     assert resumed == pytest.approx(losses[2:], rel=1e-5)
 
 
+@pytest.mark.parametrize(("first", "then"), [("torch", "transformers"), ("transformers", "torch")])
+def test_another_dispatch_may_go_on(tmp_path, first, then):
+    losses = run(saving(tmp_path, type=first)).losses
+    resumed = run(resuming(tmp_path / "step-2", type=then)).losses
+    assert resumed == pytest.approx(losses[2:], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

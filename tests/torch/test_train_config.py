@@ -101,7 +101,7 @@ def test_overrides_replace_keys_and_keep_their_neighbours():
         ),
         (
             tables(model={"moe": {"dispatch": {"type": "deep"}}}),
-            r"\[trainer.model.moe.dispatch\] type = 'deep': choose one of 'mega_moe', 'torch'",
+            r"\[trainer.model.moe.dispatch\] type = 'deep': choose one of 'mega_moe', 'torch', 'trans",
         ),
         (
             tables(model={"moe": {"dispatch": {"precision": "int4"}}}),
@@ -129,6 +129,19 @@ def test_overrides_replace_keys_and_keep_their_neighbours():
         (
             tables(compare={"type": "torch", "tolerance": 1}, checkpoint={"folder": "x"}),
             r"\[trainer.checkpoint\] with \[trainer.compare\]: .* leave one of the tables out",
+        ),
+        (
+            tables(model={"moe": {"dispatch": {"type": "transformers", "precision": "bf16"}}}),
+            r"\[trainer.model.moe.dispatch\] precision = 'bf16' with type = 'transformers' and "
+            r"trainer.dtype = 'fp32': .* choose the same for both",
+        ),
+        (
+            tables(
+                model={"moe": {"dispatch": {"precision": "fp32"}}},
+                dtype="bf16",
+                compare={"type": "transformers", "tolerance": 0.1},
+            ),
+            r"\[trainer.compare\] precision = 'fp32' with type = 'transformers' and trainer.dtype",
         ),
         (tables(checkpoint={"every": 0}), r"\[trainer.checkpoint\] every = 0: must be at least 1"),
         (

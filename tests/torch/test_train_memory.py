@@ -30,9 +30,10 @@ def test_presets_have_the_published_number_of_parameters(name, total, layers):
     assert count == pytest.approx(total, rel=0.005)
 
 
+@pytest.mark.parametrize("type", ["torch", "transformers"])
 @pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
-def test_the_state_is_what_a_trainer_holds(param_dtype):
-    config = make_config(type="torch", precision="bf16", dtype="bf16", param_dtype=param_dtype)
+def test_the_state_is_what_a_trainer_holds(type, param_dtype):
+    config = make_config(type=type, precision="bf16", dtype="bf16", param_dtype=param_dtype)
     with one_thread(), join_ranks(config) as ranks:
         trainer = Trainer(config, config.trainer.dispatches[0], ranks)
         trainer.forward_backward(0)

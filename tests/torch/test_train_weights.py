@@ -16,9 +16,9 @@ from weft_moe.train.trainer import Trainer
 EXPERT = "model.layers.1.mlp.experts"
 
 
-def using(folder, **options):
+def using(folder, type="torch", **options):
     model = options.pop("model", {})
-    return make_config(type="torch", model={"weights": str(folder), **model}, **options)
+    return make_config(type=type, model={"weights": str(folder), **model}, **options)
 
 
 def start(config):
@@ -50,8 +50,9 @@ def folder(tmp_path, whole):
     return tmp_path
 
 
-def test_a_published_checkpoint_is_loaded(folder, whole):
-    state = start(using(folder))
+@pytest.mark.parametrize("type", ["torch", "transformers"])
+def test_a_published_checkpoint_is_loaded(folder, whole, type):
+    state = start(using(folder, type))
     for name, weight in whole.state_dict().items():
         assert torch.equal(state[name], weight), name
 

@@ -203,6 +203,13 @@ def test_what_the_layer_cannot_run_is_told_before_a_rank_starts(tmp_path, capsys
     assert words in error
 
 
+def test_experts_that_no_ranks_share_are_told_before_a_rank_starts(tmp_path, capsys):
+    dispatch = 'trainer.model.moe.dispatch={type="transformers", precision="fp32"}'
+    assert main([config_file(tmp_path, ep=2), "--set", dispatch]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("weft-train: dispatch type 'transformers' cannot run here: ep = 2")
+
+
 def test_missing_ops_are_told_in_words(tmp_path, capsys, monkeypatch):
     def supports(**_):
         raise ImportError("weft_moe was not built")

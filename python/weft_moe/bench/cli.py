@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.set_defaults(run=_run_memory)
 
     step = commands.add_parser(
-        "step", help="time training steps with both dispatches; under torchrun, on several GPUs"
+        "step", help="time training steps with each dispatch; under torchrun, on several GPUs"
     )
     step.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     step.add_argument(
@@ -181,7 +181,7 @@ def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
 
 def _run_step(arguments: argparse.Namespace, console: Console) -> None:
     # Needs transformers, which other commands do without.
-    from .step import StepOptions, measure_steps
+    from .step import BASELINE, StepOptions, measure_steps
     from .step_report import is_of_other_sources, merge_rows, plot_steps, step_ratios
 
     device = _device(arguments.device)
@@ -207,19 +207,25 @@ def _run_step(arguments: argparse.Namespace, console: Console) -> None:
             row = measured.row
             mfu = "-" if row.mfu is None else f"{row.mfu:.1%}"
             console.print(
-                f"  {row.backend:<9}{row.precision:<8} step {row.step_s * 1e3:.1f} ms  "
+                f"  {row.backend:<13}{row.precision:<8} step {row.step_s * 1e3:.1f} ms  "
                 f"{row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU  MFU {mfu}  peak {row.peak_gib:.1f} "
                 f"GiB  loss {measured.loss:.3f}"
             )
             shares = (f"{part} {share:.1%}" for part, share in measured.shares.items())
-            console.print(f"            {'  '.join(shares)}")
+            console.print(f"                {'  '.join(shares)}")
             if arguments.output is not None and is_first:  # now: a later case may fail
                 merge_rows(arguments.output, [row])
+    for row in (measured.row for measured in measurements):
+        if row.backend == BASELINE:  # the bound of the ratios below, however fast experts become
+            console.print(
+                f"{row.title}: a step without MoE would be {row.share_without_moe:.3f} of "
+                f"{BASELINE}'s"
+            )
     for ratio in step_ratios(measurements):
         target = "" if ratio.target is None else f"  target on an H200: at most {ratio.target:g}"
         console.print(
-            f"{ratio.row.preset}, {ratio.row.num_layers} layers, EP {ratio.row.ep}: {ratio.meaning}, "
-            f"{ratio.row.backend} : torch: {ratio.value:.3f}{target}"
+            f"{ratio.row.title}: {ratio.meaning}, {ratio.row.backend} : {ratio.other}: "
+            f"{ratio.value:.3f}{target}"
         )
     if arguments.output is not None and is_first:
         picture = arguments.output.with_name(f"{arguments.output.stem}_step.png")

@@ -1,6 +1,8 @@
-"""The step benchmark: whole training steps with Weft's layer and with the unfused one.
+"""The step benchmark: whole training steps with Weft's layer, with the unfused one, and with what
+transformers runs by itself.
 
-Both train the same model on the same text, in one run; only the dispatch differs.
+All train the same model on the same text, in one run; only the dispatch differs, and with
+`transformers` the router, which there is its own.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import torch
 from ..train.attention import attention_kernel
 from ..train.config import Config, ConfigError, DispatchConfig, ModelSizes, parse_config
 from ..train.ranks import Ranks, join_ranks
-from ..train.trainer import Trainer, check_machine, free_memory
+from ..train.trainer import Trainer, check_dispatch_runs, check_machine, free_memory
 from .step_parts import DECODER_PARTS, PartClock, marked
 
-# The first is the baseline.
-BACKENDS = ("torch", "mega_moe")
+# Dispatch types, in the order of their runs: the baseline, what people train with today, Weft.
+BACKENDS = ("torch", "transformers", "mega_moe")
+BASELINE, TODAY, WEFT = BACKENDS
 
 # Dense bf16 rate that a product sheet states, FLOP/s, by a part of the device's name.
 _PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12}
@@ -66,6 +69,16 @@ class StepRow:
     peak_gib: float
     moe_share: float
 
+    @property
+    def title(self) -> str:
+        """The case, in words."""
+        return f"{self.preset}, {self.num_layers} layers, EP {self.ep}"
+
+    @property
+    def share_without_moe(self) -> float:
+        """What would be left of the step if router and experts took no time."""
+        return 1 - self.moe_share
+
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
@@ -98,28 +111,48 @@ def flops_per_token(sizes: ModelSizes, sequence_length: int) -> int:
 def measure_steps(
     case: StepCase, options: StepOptions, note: Callable[[str], None]
 ) -> Iterator[Measurement]:
-    """Measure both backends, the unfused one first. Collective over the ranks that a launcher
-    started; `note` takes lines for the reader.
+    """Measure each of `BACKENDS` that can run here, in their order. Collective over the ranks that a
+    launcher started; `note` takes lines for the reader, such as which backend is left out and why.
 
     Raises:
-        ValueError: the machine cannot run it, with the reason.
-        ImportError: the compiled ops were not built.
+        ValueError: the machine cannot run the case, with the reason, or no backend can.
     """
     config = step_config(case, options)
     with join_ranks(config) as ranks:
         check_machine(config)
+        dispatches = _able(case, options, config, note)
         note(
             f"{case.preset}, {case.num_layers} layers, {options.param_dtype} parameters, "
             f"{attention_kernel(config, ranks.device)}"
         )
-        for dispatch in sorted(config.trainer.dispatches, key=lambda d: BACKENDS.index(d.type)):
+        for dispatch in dispatches:
             yield _measure(case, options, config, dispatch, ranks)
             free_memory(ranks.device)
 
 
+def _able(
+    case: StepCase, options: StepOptions, config: Config, note: Callable[[str], None]
+) -> list[DispatchConfig]:
+    """The dispatches of `BACKENDS` that can run here, all found out before the first one runs."""
+    able = []
+    for backend in BACKENDS:
+        # Only Weft's layer has precisions to choose from.
+        precision = options.precision if backend == WEFT else "bf16"
+        dispatch = DispatchConfig(backend, precision)
+        try:
+            check_dispatch_runs(config, dispatch)
+        except (ValueError, ImportError) as reason:
+            note(f"{case.preset}: {backend} is not measured: {reason}")
+        else:
+            able.append(dispatch)
+    if not able:
+        raise ValueError(f"{case.preset}: no backend can run here, for the reasons above")
+    return able
+
+
 def step_config(case: StepCase, options: StepOptions) -> Config:
-    """The trainer's configuration of a case: full checkpointing, and `tokens` in one sequence a
-    rank.
+    """The trainer's configuration of a case with the baseline's dispatch: full checkpointing, and
+    `tokens` in one sequence a rank.
 
     Raises:
         ConfigError: steps that leave none to time, or values that the trainer refuses.
@@ -145,10 +178,8 @@ def step_config(case: StepCase, options: StepOptions) -> Config:
                 "model": {
                     "preset": case.preset,
                     "num_layers": case.num_layers,
-                    "moe": {"dispatch": {"type": BACKENDS[1], "precision": options.precision}},
+                    "moe": {"dispatch": {"type": BASELINE, "precision": "bf16"}},
                 },
-                # Not compared here; named so that both are checked before the first one runs.
-                "compare": {"type": BACKENDS[0], "precision": "bf16", "tolerance": 1.0},
             },
             "data": {"batch_size": num_ranks, "sequence_length": options.tokens},
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .ledger import sources_sha256
-from .step import BACKENDS, Measurement, StepRow
+from .step import BASELINE, TODAY, WEFT, Measurement, StepRow
 from .step_parts import PARTS
 
 # Step time with Weft over that of the unfused baseline on one H200, by preset and layers: the most
@@ -28,31 +28,45 @@ _COLORS = dict(
 
 @dataclass(frozen=True)
 class StepRatio:
-    """Time with Weft over the baseline's; `target` is the most it should be on an H200, or None."""
+    """Weft's figure over that of `other`, a backend; `target` is the most it should be on an H200, or
+    None."""
 
     row: StepRow
+    other: str
     meaning: str
     value: float
     target: float | None
 
 
 def step_ratios(measurements: Iterable[Measurement]) -> Iterator[StepRatio]:
-    """Each measurement of Weft beside the baseline's of the same case: whole step, decoder layers
-    alone, and peak memory."""
+    """Each measurement of Weft beside the others of the same case: whole step and decoder layers
+    alone; beside the baseline also peak memory, and with targets."""
     measurements = list(measurements)
+    found = {(_case(m.row), m.row.backend): m for m in measurements}
     for own in measurements:
         row = own.row
-        for other in measurements:
-            same = _case(row) == _case(other.row)
-            if not same or row.backend == BACKENDS[0] or other.row.backend != BACKENDS[0]:
-                continue
+        if row.backend != WEFT:
+            continue
+        if other := found.get((_case(row), BASELINE)):
             target = _MOST_OF_STEP.get((row.preset, row.num_layers)) if row.ep == 1 else None
-            yield StepRatio(row, "step", row.step_s / other.row.step_s, target)
             decoder = None if target is None else _MOST_OF_DECODER
-            yield StepRatio(row, "decoder layers alone", own.decoder_s / other.decoder_s, decoder)
+            yield from _time_ratios(own, other, target, decoder)
             # Of a CPU it is the most that the process ever had, whichever backend ran.
             most = None if row.mfu is None else 1.0
-            yield StepRatio(row, "peak memory", row.peak_gib / other.row.peak_gib, most)
+            peak = row.peak_gib / other.row.peak_gib
+            yield StepRatio(row, BASELINE, "peak memory", peak, most)
+        if other := found.get((_case(row), TODAY)):
+            yield from _time_ratios(own, other)
+
+
+def _time_ratios(
+    own: Measurement, other: Measurement, step: float | None = None, decoder: float | None = None
+) -> Iterator[StepRatio]:
+    """`step` and `decoder` are their targets."""
+    backend = other.row.backend
+    yield StepRatio(own.row, backend, "step", own.row.step_s / other.row.step_s, step)
+    value = own.decoder_s / other.decoder_s
+    yield StepRatio(own.row, backend, "decoder layers alone", value, decoder)
 
 
 def merge_rows(path: Path, rows: Iterable[StepRow]) -> None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from ..huggingface import expert_parameters
 from .config import ConfigError
 
 if TYPE_CHECKING:
@@ -115,7 +114,8 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
 
 def _state(trainer: Trainer) -> dict[str, Tensor]:
     """The live tensors by their names on disk."""
-    experts = set(expert_parameters(trainer.model))
+    layers = trainer.model.model.layers
+    experts = {parameter for layer in layers for parameter in layer.mlp.experts.parameters()}
     state = {}
     for name, parameter in trainer.model.named_parameters():
         suffix = f".ep{trainer.ranks.ep_rank}" if parameter in experts else ""

@@ -21,7 +21,14 @@ from .attention import attention_kernel
 from .config import Config, ConfigError, load_config
 from .ranks import join_ranks
 from .report import largest_difference, progress, write_report
-from .trainer import Run, check_machine, free_memory, make_output, train
+from .trainer import (
+    Run,
+    check_dispatch_runs,
+    check_machine,
+    free_memory,
+    make_output,
+    train,
+)
 
 _USAGE_ERROR = 2
 
@@ -45,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         num_ranks = _num_started_ranks() or config.trainer.num_ranks or config.trainer.ep
         config.check_world(num_ranks)
         check_machine(config)
+        for dispatch in config.trainer.dispatches:
+            check_dispatch_runs(config, dispatch)
         make_output(config)
     except (ValueError, ImportError) as error:
         # ImportError: a dispatch that needs the compiled ops, on a machine without them.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import check_dispatch
+from .dispatch import check_dispatch, check_dtype
 from .tables import ConfigError, merged, option, parse
 
 DTYPES = ("fp32", "bf16")
@@ -192,8 +192,8 @@ class CompareConfig:
 class CheckpointConfig:
     """[trainer.checkpoint]: the state of a run on disk; resumed, it goes on as if uninterrupted.
 
-    A run with another `trainer.ep`, model or dispatch cannot resume it; one with another number of
-    replicas can.
+    A run with another `trainer.ep` or model cannot resume it; one with another number of replicas or
+    another dispatch can.
     """
 
     # Where folders step-N are written, seen by all ranks; without it, nothing is.
@@ -303,6 +303,12 @@ class Config:
             dispatches = trainer.dispatches
         except ValueError as error:
             raise ConfigError(f"[trainer.compare] {error}") from error
+        tables = ("[trainer.model.moe.dispatch]", "[trainer.compare]")
+        for table, dispatch in zip(tables, dispatches, strict=False):
+            try:
+                check_dtype(dispatch.type, dispatch.precision, trainer.dtype)
+            except ValueError as error:
+                raise ConfigError(f"{table} {error}") from error
         compare = trainer.compare
         if compare and compare.tolerance > 0 and dispatches[0] == dispatches[1]:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Dispatch backends of the trainer: who carries tokens to their experts and back.
 
-`[trainer.model.moe.dispatch] type` names one of `DISPATCHES`. All have one call,
+`[trainer.model.moe.dispatch] type` names one of `DISPATCHES`. All but `transformers`, which leaves
+the model's own MoE blocks in place, have one call,
 
     y = dispatch(x, topk_idx, topk_weights, gate_up, down)
 
@@ -69,11 +70,23 @@ class MoeLayer:
 _GROUPED_ALIGN_BYTES = 16
 
 
+def _misaligned(layer: MoeLayer) -> str:
+    """The sizes of a layer that grouped_mm does not take, and those that it does; or ""."""
+    align = _GROUPED_ALIGN_BYTES // layer.dtype.itemsize
+    if not (layer.hidden % align or layer.intermediate % align):
+        return ""
+    return (
+        f"hidden = {layer.hidden}, intermediate = {layer.intermediate}: in {layer.precision} both "
+        f"must be multiples of {align}"
+    )
+
+
 class TorchDispatch:
     """The unfused baseline, as fast as plain torch makes it: sort, all-to-all, grouped product,
     all-to-all, sum. The router weight enters before the down projection, where rows are narrow."""
 
     precisions = ("fp32", "bf16")
+    keeps_block = False
 
     def __init__(self, layer: MoeLayer) -> None:
         self.dtype = layer.dtype
@@ -86,15 +99,7 @@ class TorchDispatch:
     @staticmethod
     def unsupported(layer: MoeLayer, ep_size: int) -> str:
         """Why this dispatch cannot serve a layer, or ""."""
-        align = _GROUPED_ALIGN_BYTES // layer.dtype.itemsize
-        if TorchDispatch._takes_groups(layer) and (
-            layer.hidden % align or layer.intermediate % align
-        ):
-            return (
-                f"hidden = {layer.hidden}, intermediate = {layer.intermediate}: on CUDA in bf16 "
-                f"both must be multiples of {align}"
-            )
-        return ""
+        return _misaligned(layer) if TorchDispatch._takes_groups(layer) else ""
 
     @staticmethod
     def _takes_groups(layer: MoeLayer) -> bool:
@@ -211,9 +216,10 @@ class MegaMoeDispatch:
     """Weft's own layer: dispatch, experts and combine in one call of `weft_moe.moe`."""
 
     precisions = tuple(ACTIVATION_DTYPES)
+    keeps_block = False
 
     def __init__(self, layer: MoeLayer) -> None:
-        import weft_moe  # needs the compiled extension, which the other dispatch does without
+        import weft_moe  # needs the compiled extension, which the others do without
 
         self.dtype = layer.dtype
         self._moe = weft_moe.moe
@@ -258,8 +264,33 @@ class MegaMoeDispatch:
         )
 
 
-Dispatch = TorchDispatch | MegaMoeDispatch
-DISPATCHES: dict[str, type[Dispatch]] = {"mega_moe": MegaMoeDispatch, "torch": TorchDispatch}
+class TransformersDispatch:
+    """transformers' own MoE blocks, router and experts, as its users train them. There is nothing
+    to call: the model keeps them. They compute in the model's dtype."""
+
+    precisions = ("fp32", "bf16")
+    keeps_block = True
+
+    def __init__(self, layer: MoeLayer) -> None:
+        self.dtype = layer.dtype
+
+    @staticmethod
+    def unsupported(layer: MoeLayer, ep_size: int) -> str:
+        """Why this dispatch cannot serve a layer, or ""."""
+        if ep_size > 1:
+            return (
+                f"ep = {ep_size}: each rank holds all of transformers' experts; choose ep = 1, or "
+                "a type that shares experts"
+            )
+        return _misaligned(layer)
+
+
+Dispatch = TorchDispatch | MegaMoeDispatch | TransformersDispatch
+DISPATCHES: dict[str, type[Dispatch]] = {
+    "mega_moe": MegaMoeDispatch,
+    "torch": TorchDispatch,
+    "transformers": TransformersDispatch,
+}
 
 
 def check_dispatch(type: str, precision: str) -> None:
@@ -277,6 +308,19 @@ def check_dispatch(type: str, precision: str) -> None:
         raise ValueError(
             f"precision = {precision!r} with type = {type!r}: that type does "
             f"{_listed(DISPATCHES[type].precisions)}; types that do {precision!r}: {_listed(able)}"
+        )
+
+
+def check_dtype(type: str, precision: str, dtype: str) -> None:
+    """Refuse a precision that experts left to the model, which computes in `dtype`, would not have.
+
+    Raises:
+        ValueError: names both.
+    """
+    if DISPATCHES[type].keeps_block and precision != dtype:
+        raise ValueError(
+            f"precision = {precision!r} with type = {type!r} and trainer.dtype = {dtype!r}: that "
+            "type's experts compute in the model's dtype; choose the same for both"
         )
 
 

@@ -1,4 +1,5 @@
-"""transformers' Qwen3MoE model, its experts replaced by `weft_moe.replace_experts`.
+"""transformers' Qwen3MoE model, its experts replaced by `weft_moe.replace_experts` unless the dispatch
+keeps them.
 
 Tensors are named as in transformers, so a state of the whole model fits after
 `weft_moe.state_dict.slice_experts`.
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from ..huggingface import Experts, replace_experts
+from ..huggingface import replace_experts
 from .attention import IMPLEMENTATION
 from .config import ModelSizes
 from .dispatch import Dispatch
@@ -91,7 +92,8 @@ def build_model(
 
     Args:
         sizes: of the whole model.
-        dispatch: what the MoE layers call.
+        dispatch: what the MoE layers call, with a `Router` in front; or one that keeps
+            transformers' own router and experts.
         max_positions: the longest sequence.
         process_group: the ranks that share the experts; None is this process. Rank r of R holds
             experts r*E/R to (r+1)*E/R - 1; R divides E.
@@ -110,10 +112,14 @@ def build_model(
         network = CausalLM(config).to(dtype)
     if weights is not None:
         weights.check({name: p.shape for name, p in network.named_parameters()})
-    with torch.device("meta"):
-        for layer in network.model.layers:
-            layer.mlp.gate = Router(config).to(dtype)
-        replace_experts(network, process_group, dispatch=dispatch)
+    if dispatch.keeps_block:
+        # transformers' default, except that of `network`, a class it does not know, it takes "eager".
+        network.model.set_experts_implementation("grouped_mm")
+    else:
+        with torch.device("meta"):
+            for layer in network.model.layers:
+                layer.mlp.gate = Router(config).to(dtype)
+            replace_experts(network, process_group, dispatch=dispatch)
     # Its frequencies are no parameters: no state restores them.
     rotary = network.model.rotary_emb
     network.model.rotary_emb = type(rotary)(config).to(device)
@@ -148,7 +154,7 @@ def _set_weights(
     for owner_name, owner in module.named_modules(prefix=prefix):
         for leaf, parameter in owner.named_parameters(recurse=False):
             name = f"{owner_name}.{leaf}"
-            is_expert = isinstance(owner, Experts)
+            is_expert = owner_name.endswith(".mlp.experts")
             if weights is not None:
                 weights.fill(name, parameter, first_expert if is_expert else 0)
             elif is_expert:

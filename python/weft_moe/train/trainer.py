@@ -45,13 +45,13 @@ class Run:
 
 
 def check_machine(config: Config) -> None:
-    """Find out before any rank starts whether this machine has what a configuration asks for.
+    """Find out before any rank starts whether this machine has what a configuration asks for,
+    whichever the dispatch.
 
     Raises:
         ConfigError: no such device, fewer of them than ranks, or less memory than the model needs.
-        ValueError: a dispatch cannot run on the device, or the text is missing, unreadable, empty
-            or short, or the weights are no checkpoint.
-        ImportError: a dispatch needs the compiled ops, which were not built.
+        ValueError: the text is missing, unreadable, empty or short, or the weights are no
+            checkpoint.
     """
     trainer = config.trainer
     num_ranks = int(os.environ.get("WORLD_SIZE", trainer.num_ranks or trainer.ep))
@@ -64,13 +64,21 @@ def check_machine(config: Config) -> None:
                 f"[trainer] device = 'cuda' with {num_local_ranks} ranks: torch sees {num_devices} "
                 "CUDA devices and each rank needs one; start fewer ranks or choose device = 'cpu'"
             )
-    for dispatch in trainer.dispatches:
-        layer = _layer(config, dispatch, None, torch.device(trainer.device_type))
-        check_layer(dispatch.type, layer, trainer.ep)
     check_memory(config, num_ranks, num_local_ranks)
     Batches(config.data, trainer.seed, 0, 1, trainer.model.sizes.vocab_size)
     if trainer.model.weights is not None:
         CheckpointFolder(trainer.model.weights)
+
+
+def check_dispatch_runs(config: Config, dispatch: DispatchConfig) -> None:
+    """Find out before any rank starts whether a dispatch can serve a configuration's layers here.
+
+    Raises:
+        ValueError: it cannot, with the reason.
+        ImportError: it needs the compiled ops, which were not built.
+    """
+    layer = _layer(config, dispatch, None, torch.device(config.trainer.device_type))
+    check_layer(dispatch.type, layer, config.trainer.ep)
 
 
 def make_output(config: Config) -> None:
