@@ -170,6 +170,13 @@ WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_
           num_parts};
 }
 
+// The first pool row of an entry, whose rows are in k order.
+WEFT_HD inline int32_t first_row(const Plan& plan, const Entry& entry) {
+  int32_t first = plan.fan_rows[entry.fan_begin];
+  for (int32_t n = 1; n < entry.num_rows; ++n) first = min_of(first, plan.fan_rows[entry.fan_begin + n]);
+  return first;
+}
+
 // The rows that a pull brings when it comes to pool row `row`, so that early blocks are soon complete and yet no row
 // crosses twice: a row of an own token alone, copied from where the token lies; with the first row of a peer's entry
 // all rows of the entry; with any other row of it none; a padding row, which is zeroed. each(row), in order.
@@ -178,7 +185,7 @@ WEFT_HD void for_each_pulled_row(const Plan& plan, int32_t row, Each each) {
   const RouteRef route = plan.row_route[row];
   if (route.token == kPaddingToken || route.source == plan.shape.ep_rank) return each(row);
   const Entry& entry = plan.entries[plan.row_entry[row]];
-  if (plan.fan_rows[entry.fan_begin] != row) return;
+  if (first_row(plan, entry) != row) return;
   for (int32_t n = 0; n < entry.num_rows; ++n) each(plan.fan_rows[entry.fan_begin + n]);
 }
 

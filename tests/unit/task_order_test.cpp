@@ -224,6 +224,10 @@ TEST(TaskOrder, PulledRowsReachTheTargetsOfTheirBlocks) {
       const CommTask task = comm.task(ticket);
       for (int32_t row = task.begin; row < task.end; ++row) {
         for_each_pulled_row(plan, row, [&](int32_t pulled) { ++rows_ready[pulled / kBlockRows]; });
+        // Nothing of a block is left for the pulls of a later one, which matrix tasks would wait for.
+        if ((row + 1) % kBlockRows == 0) {
+          ASSERT_EQ(rows_ready[row / kBlockRows], kBlockRows) << "row " << row;
+        }
       }
     }
     size_t num_blocks = 0;

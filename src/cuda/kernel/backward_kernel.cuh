@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const BackwardParams& own = own_params_anew(launch);
     return ProbedBodies<BackwardBodies<kRanks>, Probe>{{launch, own}, Probe(own)};
   };
-  run_roles<2, Probe>(launch, Direction::kBackward, operands, bodies);
+  run_roles<3, Probe>(launch, Direction::kBackward, operands, bodies);
 }
 
 // As load_forward_kernels.

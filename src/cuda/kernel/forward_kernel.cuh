@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const ForwardParams& own = own_params_anew(launch);
     return ProbedBodies<ForwardBodies<kSaveZ>, Probe>{{own}, Probe(own)};
   };
-  run_roles<3, Probe>(launch, Direction::kForward, operands, bodies);
+  run_roles<kRanks == 1 ? 4 : 3, Probe>(launch, Direction::kForward, operands, bodies);
 }
 
 // Loads the kernels with a probe or without; returns how many of their CTAs the current device can hold at once.

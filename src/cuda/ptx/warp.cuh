@@ -5,6 +5,12 @@
 
 namespace weft::ptx {
 
+// The same value, of which the compiler knows nothing beyond this point: what follows from it takes no register before.
+__device__ __forceinline__ int32_t asked_anew(int32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Registers a thread of this warpgroup; every warp of it runs this once, at the head of its role.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {

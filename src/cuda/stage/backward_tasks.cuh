@@ -149,9 +149,9 @@ struct BackwardBodies {
       const ExpertRows rows = expert_rows_in_pass(params.plan, head.local_expert, head.pass);
       if (rows.count > 0) {
         multiply<ptx::Major::kMN, ptx::Major::kMN>(stage, wgrad_steps(rows), warpgroup, publish, acc);
-        if (rows.resumes) add_carried(head, row_in_block, acc);
+        if (rows.resumes) add_carried(head, acc);
         if (rows.continues) {
-          carry_on(head, row_in_block, acc);
+          carry_on(head, acc);
         } else {
           finish_wgrad(head, row_in_block, store, acc);
         }
@@ -264,17 +264,17 @@ struct BackwardBodies {
   // A weight gradient whose expert straddles passes: each pass adds what those before have left, in the order of the
   // accumulators, and the last rounds. A boundary cuts one expert, and so a pass may end one and leave another: two
   // buffers, by parity.
-  __device__ __forceinline__ float2* carry_of(const TaskHead& head, int32_t row_in_tile, uint32_t pass) const {
+  __device__ __forceinline__ float2* carry_of(const TaskHead& head, uint32_t pass) const {
     const bool down = head.kind == TaskKind::kDownWgrad;
     const LayerShape& shape = params.plan.shape;
     const WgradTiles tiles = wgrad_tiles(shape);
     const int32_t tile = down ? head.m_tile * tiles.down_cols + head.n_tile
                               : tiles.num_down + head.m_tile * tiles.gate_up_cols + head.n_tile;
-    const int64_t warp_tile = (int64_t{pass % 2} * tiles.num_all() + tile) * kMathWarps + row_in_tile / 16;
+    const int64_t warp_tile = (int64_t{pass % 2} * tiles.num_all() + tile) * kMathWarps + threadIdx.x / 32 % kMathWarps;
     return params.wgrad_carry + warp_tile * (16 * kTileN / 2) + threadIdx.x % 32;
   }
-  __device__ __forceinline__ void add_carried(const TaskHead& head, int32_t row_in_tile, float (&acc)[128]) const {
-    const float2* carry = carry_of(head, row_in_tile, head.pass - 1U);
+  __device__ __forceinline__ void add_carried(const TaskHead& head, float (&acc)[128]) const {
+    const float2* carry = carry_of(head, head.pass - 1U);
 #pragma unroll
     for (int32_t n = 0; n < 64; ++n) {
       const float2 pair = __ldcg(carry + n * 32);  // past L1: another SM wrote it
@@ -282,8 +282,8 @@ struct BackwardBodies {
       acc[2 * n + 1] += pair.y;
     }
   }
-  __device__ __forceinline__ void carry_on(const TaskHead& head, int32_t row_in_tile, const float (&acc)[128]) const {
-    float2* carry = carry_of(head, row_in_tile, head.pass);
+  __device__ __forceinline__ void carry_on(const TaskHead& head, const float (&acc)[128]) const {
+    float2* carry = carry_of(head, head.pass);
 #pragma unroll
     for (int32_t n = 0; n < 64; ++n) carry[n * 32] = {acc[2 * n], acc[2 * n + 1]};
     __syncwarp();  // before the lane that announces the end of the pass does

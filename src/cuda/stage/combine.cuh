@@ -30,53 +30,106 @@ __device__ __forceinline__ ChunkRange chunks_of_part(const LayerShape& shape, in
   return {begin * kTileChunks, min_of(end * kTileChunks, static_cast<uint32_t>(shape.hidden / 8))};
 }
 
-// Adds kRows rows to kChunks pieces a lane. All loads are made before the first sum, and none under a condition: it
-// would wait for the one before it.
+// kChunks pieces a lane of kRows rows. All are loaded before the first is used, and none under a condition: it would
+// wait for the one before it.
 template <int32_t kRows, int32_t kChunks>
-__device__ __forceinline__ void add_rows(float (&sums)[kChunks][8], const uint4* chunks, uint32_t row_begin,
-                                         int32_t first_row, const uint32_t (&chunk)[kChunks]) {
+struct Pieces {
   uint4 values[kRows][kChunks];
+
+  __device__ __forceinline__ Pieces(const uint4* chunks, uint32_t row_begin, int32_t first_row,
+                                    const uint32_t (&chunk)[kChunks]) {
 #pragma unroll
-  for (int32_t r = 0; r < kRows; ++r) {
-    const uint32_t begin = __shfl_sync(~0U, row_begin, first_row + r);
+    for (int32_t r = 0; r < kRows; ++r) {
+      const uint32_t begin = __shfl_sync(~0U, row_begin, first_row + r);
 #pragma unroll
-    for (int32_t c = 0; c < kChunks; ++c) values[r][c] = ptx::load_16(chunks + (begin + chunk[c]));
+      for (int32_t c = 0; c < kChunks; ++c) values[r][c] = ptx::load_16(chunks + (begin + chunk[c]));
+    }
   }
+  __device__ __forceinline__ void add_to(float (&sum)[8], int32_t c) const {
 #pragma unroll
-  for (int32_t r = 0; r < kRows; ++r) {
+    for (int32_t r = 0; r < kRows; ++r) add_bf16x8(sum, values[r][c]);
+  }
+};
+
+__device__ __forceinline__ void store_sum(uint4* target, const float (&sum)[8]) {
+  ptx::store_16(target, uint4{ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]),
+                              ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])});
+}
+
+// The pieces of a lane, from its first one on; beyond the range its last one again, in vain.
+template <int32_t kChunks>
+__device__ __forceinline__ void pieces_from(uint32_t first, const ChunkRange& range, uint32_t (&chunk)[kChunks]) {
 #pragma unroll
-    for (int32_t c = 0; c < kChunks; ++c) add_bf16x8(sums[c], values[r][c]);
+  for (int32_t c = 0; c < kChunks; ++c) chunk[c] = min_of(first + threadIdx.x % 32 + c * 32, range.end - 1);
+}
+__device__ __forceinline__ bool is_piece(uint32_t first, int32_t c, const ChunkRange& range) {
+  return first + threadIdx.x % 32 + c * 32 < range.end;
+}
+
+// The sum of as few rows as are in flight at once.
+template <int32_t kRows, int32_t kChunks>
+__device__ __forceinline__ void sum_few_rows(const uint4* chunks, uint32_t row_begin, const ChunkRange& range,
+                                             uint4* target) {
+#pragma unroll 1
+  for (uint32_t first = range.begin; first < range.end; first += kChunks * 32) {
+    uint32_t chunk[kChunks];
+    pieces_from(first, range, chunk);
+    const Pieces<kRows, kChunks> pieces(chunks, row_begin, 0, chunk);
+#pragma unroll
+    for (int32_t c = 0; c < kChunks; ++c) {
+      float sum[8] = {};
+      pieces.add_to(sum, c);
+      if (is_piece(first, c, range)) store_sum(target + chunk[c], sum);
+    }
+  }
+}
+
+// The sum of any number of rows.
+template <int32_t kChunks>
+__device__ __forceinline__ void sum_many_rows(const uint4* chunks, uint32_t row_begin, int32_t num_rows,
+                                              const ChunkRange& range, uint4* target) {
+#pragma unroll 1
+  for (uint32_t first = range.begin; first < range.end; first += kChunks * 32) {
+    uint32_t chunk[kChunks];
+    pieces_from(first, range, chunk);
+    float sums[kChunks][8] = {};
+    const auto add = [&]<int32_t kRows>(int32_t row) {
+      const Pieces<kRows, kChunks> pieces(chunks, row_begin, row, chunk);
+#pragma unroll
+      for (int32_t c = 0; c < kChunks; ++c) pieces.add_to(sums[c], c);
+    };
+    int32_t row = 0;
+#pragma unroll 1
+    for (; row + 8 <= num_rows; row += 8) add.template operator()<8>(row);
+#pragma unroll 1
+    for (; row + 2 <= num_rows; row += 2) add.template operator()<2>(row);
+    if (row < num_rows) add.template operator()<1>(row);
+#pragma unroll
+    for (int32_t c = 0; c < kChunks; ++c) {
+      if (is_piece(first, c, range)) store_sum(target + chunk[c], sums[c]);
+    }
   }
 }
 
 // One warp writes the sum of `num_rows` rows of `base` to `target` [H]; lane n knows where row n begins, in pieces of
-// 16 bytes (counted in 32 bits: 64 GiB). kChunks pieces a lane of up to kRowsAtOnce rows are in flight.
-template <int32_t kChunks, int32_t kRowsAtOnce>
+// 16 bytes (counted in 32 bits: 64 GiB). Sums wait for memory rather than for its bandwidth, so of fewer rows more
+// pieces are in flight. kChunks: pieces a lane of eight rows or more.
+template <int32_t kChunks>
 __device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, int32_t num_rows,
                                          const ChunkRange& range, Bf16* target) {
+  constexpr int32_t kScale = kChunks > 1 ? 2 : 1;
   const auto* chunks = reinterpret_cast<const uint4*>(base);
-  auto* sum_chunks = reinterpret_cast<uint4*>(target);
-  const uint32_t lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (uint32_t first = range.begin; first < range.end; first += kChunks * 32) {
-    uint32_t chunk[kChunks];  // beyond the range its last one again, in vain
-#pragma unroll
-    for (int32_t c = 0; c < kChunks; ++c) chunk[c] = min_of(first + lane + c * 32, range.end - 1);
-    float sums[kChunks][8] = {};
-    int32_t row = 0;
-#pragma unroll 1
-    for (; row + kRowsAtOnce <= num_rows; row += kRowsAtOnce)
-      add_rows<kRowsAtOnce>(sums, chunks, row_begin, row, chunk);
-#pragma unroll 1
-    for (; row + 2 <= num_rows; row += 2) add_rows<2>(sums, chunks, row_begin, row, chunk);
-    if (row < num_rows) add_rows<1>(sums, chunks, row_begin, row, chunk);
-#pragma unroll
-    for (int32_t c = 0; c < kChunks; ++c) {
-      if (first + lane + c * 32 >= range.end) continue;
-      ptx::store_16(sum_chunks + chunk[c],
-                    uint4{ptx::pack_bf16(sums[c][0], sums[c][1]), ptx::pack_bf16(sums[c][2], sums[c][3]),
-                          ptx::pack_bf16(sums[c][4], sums[c][5]), ptx::pack_bf16(sums[c][6], sums[c][7])});
-    }
+  auto* sums = reinterpret_cast<uint4*>(target);
+  if (num_rows == 1) {
+    sum_few_rows<1, 8>(chunks, row_begin, range, sums);
+  } else if (num_rows == 2) {
+    sum_few_rows<2, 4 * kScale>(chunks, row_begin, range, sums);
+  } else if (num_rows == 3) {
+    sum_few_rows<3, 2 * kScale>(chunks, row_begin, range, sums);
+  } else if (num_rows == 4) {
+    sum_few_rows<4, 2 * kScale>(chunks, row_begin, range, sums);
+  } else {
+    sum_many_rows<kChunks>(chunks, row_begin, num_rows, range, sums);
   }
   __syncwarp();
 }
@@ -102,7 +155,7 @@ __device__ __forceinline__ void send_router_gradient(const PersistentParams& par
 }
 
 // Whole warp; false after a stall.
-template <int32_t kChunks, int32_t kRowsAtOnce>
+template <int32_t kChunks>
 __device__ __forceinline__ bool combine_entry(const CommPass& comm, const Entry& entry, int32_t part, int32_t ticket) {
   const PersistentParams& params = comm.params;
   const Plan& plan = params.plan;
@@ -127,8 +180,7 @@ __device__ __forceinline__ bool combine_entry(const CommPass& comm, const Entry&
   Bf16* target = is_alone ? params.result + int64_t{entry.token} * shape.hidden
                           : params.partial[entry.source] + slot * shape.hidden;
   if (has_rows) {
-    sum_rows<kChunks, kRowsAtOnce>(params.rows, row_begin, entry.num_rows, chunks_of_part(shape, part, comm.num_parts),
-                                   target);
+    sum_rows<kChunks>(params.rows, row_begin, entry.num_rows, chunks_of_part(shape, part, comm.num_parts), target);
   }
   __syncwarp();  // the router gradients, before the flag
   if (!is_alone && lane == 0) {
@@ -159,9 +211,7 @@ __device__ __forceinline__ void carry_sum(const Bf16* slots, uint32_t slot_begin
       if (present) add_bf16x8(sums, ptx::load_16(chunks + begin + chunk));
     }
     if (present && completes) {
-      ptx::store_16(reinterpret_cast<uint4*>(target) + chunk,
-                    uint4{ptx::pack_bf16(sums[0], sums[1]), ptx::pack_bf16(sums[2], sums[3]),
-                          ptx::pack_bf16(sums[4], sums[5]), ptx::pack_bf16(sums[6], sums[7])});
+      store_sum(reinterpret_cast<uint4*>(target) + chunk, sums);
     } else if (present) {
 #pragma unroll
       for (int32_t n = 0; n < 8; ++n) carried[chunk * 8 + n] = sums[n];
@@ -172,7 +222,7 @@ __device__ __forceinline__ void carry_sum(const Bf16* slots, uint32_t slot_begin
 
 // A token of this rank from the partial rows that its experts' ranks have pushed in this pass. Whole warp; false after
 // a stall.
-template <int32_t kChunks, int32_t kRowsAtOnce>
+template <int32_t kChunks>
 __device__ __forceinline__ bool sum_token(const CommPass& comm, int32_t token, int32_t part, int32_t ticket) {
   const PersistentParams& params = comm.params;
   const Plan& plan = params.plan;
@@ -215,7 +265,7 @@ __device__ __forceinline__ bool sum_token(const CommPass& comm, int32_t token, i
   const Bf16* slots = params.partial[shape.ep_rank] + first_slot * shape.hidden;
   Bf16* target = params.result + int64_t{token} * shape.hidden;
   if (one_pass) {
-    sum_rows<kChunks, kRowsAtOnce>(slots, own_slot * row_chunks, num_slots, range, target);
+    sum_rows<kChunks>(slots, own_slot * row_chunks, num_slots, range, target);
   } else {
     carry_sum(slots, own_slot, num_slots, row_chunks, range, params.token_sum + int64_t{token} * shape.hidden, opens,
               completes, target);

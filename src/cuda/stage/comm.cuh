@@ -11,9 +11,8 @@ namespace weft {
 
 inline constexpr int32_t kCommWarps = 2;  // a CTA
 
-__device__ __forceinline__ CommOrder own_comm_order(const PersistentParams& params, Direction direction, int32_t pass,
-                                                    bool combine) {
-  return comm_order(params.plan, pass, params.state->num_own_tokens, combine, kHopperTiling.pull_rows,
+__device__ __forceinline__ CommOrder own_comm_order(const PersistentParams& params, Direction direction, int32_t pass) {
+  return comm_order(params.plan, pass, params.state->num_own_tokens, params.combine, kHopperTiling.pull_rows,
                     direction == Direction::kForward ? kHopperTiling.down_parts : 1);
 }
 
@@ -46,14 +45,12 @@ __device__ __forceinline__ bool drain(const CommPass& comm, int32_t ticket) {
   return true;
 }
 
-// One warp, for the tickets of one pass that are left. False after a stall. kChunks, kRowsAtOnce: what a sum has in
-// flight.
-template <int32_t kChunks, int32_t kRowsAtOnce, class Probe>
+// One warp, for the tickets of one pass that are left. False after a stall. kChunks: as in sum_rows.
+template <int32_t kChunks, class Probe>
 __device__ __forceinline__ bool run_comm(const PersistentParams& params, const CommOrder& order, int32_t pass,
                                          const Probe& probe) {
   const Plan& plan = params.plan;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const bool is_alone = plan.shape.ep_size == 1;
   const CommPass comm{params, params.flags.banks[pass % kNumBanks], params.state->epoch + static_cast<uint32_t>(pass),
                       pass, order.num_parts};
   const TicketRange tickets = comm_tickets(order, params.launch.phases);
@@ -66,6 +63,7 @@ __device__ __forceinline__ bool run_comm(const PersistentParams& params, const C
     ticket = tickets.begin + static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
     if (ticket >= tickets.end) return true;
     const CommTask task = order.task(ticket);
+    const bool is_alone = ptx::asked_anew(plan.shape.ep_size) == 1;
     const typename Probe::Span span = probe.begin(trace_kind(task.kind));
     bool done = true;
     if (task.kind == CommTaskKind::kPull) {
@@ -76,13 +74,13 @@ __device__ __forceinline__ bool run_comm(const PersistentParams& params, const C
 #pragma unroll 1
       for (int32_t position = task.begin; position < task.end && done; ++position) {
         const Entry& entry = plan.entries[plan.combine_order[position]];
-        done = combine_entry<kChunks, kRowsAtOnce>(comm, entry, task.part, ticket);
+        done = combine_entry<kChunks>(comm, entry, task.part, ticket);
       }
     } else if (task.kind == CommTaskKind::kSumTokens) {
       if (is_alone && task.part == 0) zero_masked_tokens(params, task.begin, task.end);
 #pragma unroll 1
       for (int32_t token = task.begin; !is_alone && token < task.end && done; ++token) {
-        done = sum_token<kChunks, kRowsAtOnce>(comm, token, task.part, ticket);
+        done = sum_token<kChunks>(comm, token, task.part, ticket);
       }
     } else if (!is_alone) {
       if (lane == 0) {
@@ -131,12 +129,10 @@ __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   return true;
 }
 
-// One communication warp, all passes of the launch. A pass is opened by the launch that has its pulls. kRowsAtOnce: as
-// in run_comm.
-template <int32_t kRowsAtOnce, class Probe>
-__device__ __forceinline__ void run_comm_passes(const PersistentParams& params, Direction direction, bool combine,
-                                                bool leads, const Probe& probe) {
-  const int32_t num_passes = end_pass(params);
+// One communication warp, all passes of the launch. A pass is opened by the launch that has its pulls.
+template <class Probe>
+__device__ __forceinline__ void run_comm_passes(const PersistentParams& params, Direction direction, bool leads,
+                                                const Probe& probe) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool opens = leads && first_lane && (params.launch.phases & kPullPhase) != 0;
 #pragma unroll 1
@@ -144,9 +140,9 @@ __device__ __forceinline__ void run_comm_passes(const PersistentParams& params, 
     if (opens && pass > 0) open_pass(params, pass);
     __syncwarp();
     if (!enter_pass(params, pass)) return;
-    const CommOrder order = own_comm_order(params, direction, pass, combine);
-    if (!run_comm<1, kRowsAtOnce>(params, order, pass, probe)) return;
-    if (pass + 1 == num_passes) return;
+    const CommOrder order = own_comm_order(params, direction, pass);
+    if (!run_comm<1>(params, order, pass, probe)) return;
+    if (pass + 1 == end_pass(params)) return;
     if (first_lane) ptx::red_add_release_gpu(params.flags.banks[pass % kNumBanks].workers_done, 1);
   }
 }

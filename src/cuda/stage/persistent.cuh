@@ -72,9 +72,7 @@ __device__ __forceinline__ void run_roles(const Launch& launch, Direction direct
     } else if (warp == 1) {
       if (ptx::cluster_rank() == 0) run_scheduler(own, shared, direction, probe);
     } else {
-      // A probe in a launch of several places leaves no registers for more rows in flight.
-      constexpr int32_t kRowsAtOnce = Launch::kPlaces > 1 && Probe::kProbes ? 4 : 8;
-      run_comm_passes<kRowsAtOnce>(own, direction, own.combine, blockIdx.x == 0 && warp == 2, probe);
+      run_comm_passes(own, direction, blockIdx.x == 0 && warp == 2, probe);
     }
   } else {
     ptx::take_registers<200>();
@@ -82,7 +80,7 @@ __device__ __forceinline__ void run_roles(const Launch& launch, Direction direct
     const PersistentParams& own = own_params_anew(launch);
     const int32_t last_pass = end_pass(own) - 1;
     if (enter_pass(own, last_pass)) {
-      run_comm<kSumChunks, 8>(own, own_comm_order(own, direction, last_pass, own.combine), last_pass, Probe(own));
+      run_comm<kSumChunks>(own, own_comm_order(own, direction, last_pass), last_pass, Probe(own));
     }
   }
   __syncwarp();
