@@ -1,10 +1,9 @@
-// Groups, their layers and workspaces behind the numbers that ops take.
+// Groups, their layers and kept workspaces behind the numbers that ops take.
 #include "group.hpp"
 
 #include <algorithm>
 
 #include "errors.hpp"
-#include "tensors.hpp"
 
 namespace weft_torch {
 
@@ -86,29 +85,14 @@ Layer* Rank::keep_layer(const LayerKey& key, weft_layer* layer) {
   return &(layers_[key] = std::move(kept));
 }
 
-void* Rank::workspace(const Place& place, const torch::stable::Tensor& like, int64_t bytes) {
-  constexpr int64_t kAlignment = 256;
-  Workspace& workspace = workspace_of(place);
-  if (!workspace.memory || workspace.memory->numel() < bytes + kAlignment) {
-    if (workspace.memory && place.capture != 0) outgrown_.push_back(*workspace.memory);
-    workspace = {};  // the old one goes before the new one comes
-    workspace.memory = allocate(like, bytes + kAlignment, "the workspace");
-  }
-  const auto address = reinterpret_cast<uintptr_t>(workspace.memory->mutable_data_ptr());
-  return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+void Rank::keep_workspace(const Place& place, torch::stable::Tensor workspace) {
+  kept_.insert_or_assign(place.device, Kept{place, std::move(workspace)});
 }
 
-void Rank::set_generation(const Place& place, uint64_t generation) {
-  Workspace& workspace = workspace_of(place);
-  workspace.generation = generation;
-  workspace.capture = place.capture;
-}
-
-uint64_t Rank::claim_generation(const Place& place, uint64_t generation) {
-  Workspace& workspace = workspace_of(place);
-  if (generation == workspace.generation && place.capture == workspace.capture) return generation;
-  workspace.generation = 0;  // this backward writes over what was there
-  return 0;
+std::optional<torch::stable::Tensor> Rank::take_workspace(const Place& place, int64_t bytes) {
+  const auto node = kept_.extract(place.device);
+  if (!node || node.mapped().place != place || node.mapped().workspace.numel() < bytes) return std::nullopt;
+  return node.mapped().workspace;
 }
 
 std::shared_ptr<Group> Group::member(int64_t r) const {

@@ -1,6 +1,7 @@
 // Groups as Python sees them: a number that stands for the ranks of an expert-parallel group that this process runs
-// together, with their layers and workspaces. Ops take the number, so that a compiled graph can hold it.
-// Knows the C ABI and allocates workspaces as torch tensors; does not know what a call computes.
+// together, with their layers and what a forward has left in its workspace. Ops take the number, so that a compiled
+// graph can hold it.
+// Knows the C ABI, and workspaces as torch tensors; does not know what a call computes.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -25,11 +26,13 @@ struct Destroy {
   void operator()(weft_layer* layer) const { weft_layer_destroy(layer); }
 };
 
-// Where a call runs. Replays of a graph write to its memory unseen, so captured calls have a workspace of their own,
-// which lives as long as the group.
+// Where a call runs.
 struct Place {
-  int32_t device;    // of CUDA; -1 is the CPU
-  uint64_t capture;  // the number of the graph capture that the call is part of; 0 for none
+  int32_t device = -1;     // of CUDA; -1 is the CPU
+  void* stream = nullptr;  // of CUDA
+  uint64_t capture = 0;    // the number of the graph capture that the call is part of; 0 for none
+
+  bool operator==(const Place&) const = default;
 };
 
 // What makes a layer: a configuration but for the rank, and the device. All ranks bring equal ones but for the device.
@@ -58,7 +61,7 @@ struct Layer {
   weft_sizes sizes;
 };
 
-// One rank of one group: its layers, made at the first call of a configuration, and the workspace that they share.
+// One rank of one group: its layers, made at the first call of a configuration, and the rows of its last forward.
 // The mutex serialises calls: a backward may come from another thread than the next forward.
 class Rank {
  public:
@@ -72,13 +75,12 @@ class Rank {
   Layer* find_layer(const LayerKey& key);
   Layer* keep_layer(const LayerKey& key, weft_layer* layer);
   const std::map<LayerKey, Layer>& layers() const { return layers_; }
-  // 256-byte aligned memory of at least `bytes` for calls of a place; a bigger demand replaces it.
-  void* workspace(const Place& place, const torch::stable::Tensor& like, int64_t bytes);
-  // The tag of what a forward has left in the workspace.
-  void set_generation(const Place& place, uint64_t generation);
-  // What a backward may hand to the library as its forward's tag: 0 unless that was the last call in the same memory
-  // and the same capture, as new memory could hold a tag by chance, and a device does not tell what its memory holds.
-  uint64_t claim_generation(const Place& place, uint64_t generation);
+
+  // Keeps a workspace with a forward's rows for the next call on the device.
+  void keep_workspace(const Place& place, torch::stable::Tensor workspace);
+  // Ends the keeping. Returns what was kept if it has `bytes` and was made in the same place: replays of a graph write
+  // to its memory unseen, and torch's allocator hands memory out again in the order of the stream that it was made in.
+  std::optional<torch::stable::Tensor> take_workspace(const Place& place, int64_t bytes);
 
  private:
   std::unique_ptr<weft_group, Destroy> group_;  // outlives the layers below
@@ -86,15 +88,11 @@ class Rank {
   int32_t ep_size_;
   std::mutex mutex_;
   std::map<LayerKey, Layer> layers_;
-  struct Workspace {
-    std::optional<torch::stable::Tensor> memory;
-    uint64_t generation = 0;
-    uint64_t capture = 0;
+  struct Kept {
+    Place place;
+    torch::stable::Tensor workspace;
   };
-  Workspace& workspace_of(const Place& place) { return workspaces_[{place.device, place.capture != 0}]; }
-
-  std::map<std::pair<int32_t, bool>, Workspace> workspaces_;  // of a device, and of its captured calls
-  std::vector<torch::stable::Tensor> outgrown_;               // graphs still write to them
+  std::map<int32_t, Kept> kept_;  // by device
 };
 
 // The ranks that one call runs: one of a group shared by processes, or one or all of a local group.

@@ -146,8 +146,8 @@ class Call {
       require(!debug_.trace || debug_.trace->device() == device, "trace is on ",
               debug_.trace ? name_of(debug_.trace->device()) : "", ", x on ", name_of(device),
               "; make the Trace on the device of the call");
-      stream_ = current_stream(device);
-      place_ = {key.device, capture_of(stream_)};
+      void* stream = current_stream(device);
+      place_ = {key.device, stream, capture_of(stream)};
       for (size_t r = 0; r < size(); ++r) {
         if (rank(r).find_layer(key) == nullptr) {
           const weft_config config = config_of(key, rank(r).ep_rank(), rank(r).ep_size());
@@ -167,7 +167,6 @@ class Call {
   Rank& rank(size_t r) const { return group_->rank(r); }
   const weft_sizes& sizes(size_t r) const { return layers_[r]->sizes; }
   const weft_inputs* inputs(size_t r) const { return &c_inputs_[r]; }
-  const Place& place() const { return place_; }
 
   void require_entries(std::initializer_list<const Tensors*> lists) const {
     for (const Tensors* list : lists) {
@@ -176,15 +175,31 @@ class Call {
     }
   }
 
-  // Sets the fields that every call has, on args of either direction.
+  // Sets the fields that every call has, on args of either direction. A backward's come with the tag of its forward,
+  // which may go to the library only with memory that was kept since: new memory can have the old one's address, and
+  // hold any tag by chance.
   template <class Args>
-  void set_workspace(Args& args, size_t r) const {
+  void set_workspace(Args& args, size_t r) {
     // A forward that saves nothing may be one without a backward: the backward, if there is one, finds no rows anyway.
     const bool is_lean = std::is_same_v<Args, weft_forward_args> && sizes(r).saved_bytes == 0;
     args.workspace_bytes = is_lean ? sizes(r).forward_workspace_bytes : sizes(r).workspace_bytes;
-    args.workspace = rank(r).workspace(place_, x_[r], args.workspace_bytes);
-    args.stream = stream_;
+    constexpr int64_t kAlignment = 256;
+    const int64_t bytes = args.workspace_bytes + kAlignment;
+    std::optional<Tensor> workspace = rank(r).take_workspace(place_, bytes);
+    if (!workspace) {
+      args.generation = 0;
+      workspace = allocate(x_[r], bytes, "the workspace");
+    }
+    const auto address = reinterpret_cast<uintptr_t>(workspace->mutable_data_ptr());
+    args.workspace = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    args.stream = place_.stream;
     args.debug = debug_.asks_for_anything() ? &debug_.options : nullptr;
+    workspaces_.push_back(*workspace);
+  }
+
+  // Leaves the workspace of a forward to its backward, unless the tag says that no rows are there.
+  void keep_workspace(size_t r, uint64_t generation) const {
+    if (generation != 0) rank(r).keep_workspace(place_, workspaces_[r]);
   }
 
   template <class Prepare>
@@ -215,11 +230,13 @@ class Call {
   const Tensors& x_;
   double deadline_s_;
   LayerKey key_{};
-  void* stream_ = nullptr;
   Place place_{};
   std::optional<torch::stable::accelerator::DeviceGuard> on_device_;  // the tensors' device is the current one
   std::vector<Layer*> layers_;
   std::vector<weft_inputs> c_inputs_;
+  // Given back to torch's allocator when the call returns, unless they are kept. On a GPU the kernels still run then:
+  // in the caller's stream or joined into it, in whose order the allocator hands the memory out again.
+  Tensors workspaces_;
 };
 
 // The main_grad tensors are for the autograd formula, which hands them to backward: a forward only checks them.
@@ -270,15 +287,14 @@ std::tuple<Tensors, Tensors, Tensor> forward(Tensors x, Tensors topk_idx, Tensor
         args[r].saved = saved[r].mutable_data_ptr();
       }
       call.set_workspace(args[r], r);
-      call.rank(r).set_generation(call.place(), 0);  // a forward that fails leaves nothing to rely on
     }
   });
   call.run(weft_forward_all, args);
-  for (size_t r = 0; r < call.size(); ++r) call.rank(r).set_generation(call.place(), args[r].generation);
 
   const Tensor generation = torch::stable::new_empty(x[0], {static_cast<int64_t>(saved.size())}, ScalarType::Long,
                                                      std::nullopt, Device(torch::headeronly::DeviceType::CPU));
   for (size_t r = 0; r < saved.size(); ++r) {
+    call.keep_workspace(r, args[r].generation);
     generation.mutable_data_ptr<int64_t>()[r] = static_cast<int64_t>(args[r].generation);
   }
   return {y, saved, generation};
@@ -314,15 +330,14 @@ void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Ten
       require_tensor(dy[r], "dy", "[T, H]", sizes_of(x[r]), x[r].scalar_type(), x[r].device());
       WEFT_INIT(args[r]);
       args[r].inputs = call.inputs(r);
-      call.set_workspace(args[r], r);  // before `generation`, which a new workspace makes void
       args[r].dy = dy[r].const_data_ptr();
       if (!saved.empty()) {
         require_tensor(saved[r], "saved", "what forward returned", {call.sizes(r).saved_bytes}, ScalarType::Byte,
                        x[r].device());
         args[r].saved = saved[r].const_data_ptr();
+        args[r].generation = static_cast<uint64_t>(generation.const_data_ptr<int64_t>()[r]);
       }
-      const int64_t tag = saved.empty() ? 0 : generation.const_data_ptr<int64_t>()[r];
-      args[r].generation = call.rank(r).claim_generation(call.place(), static_cast<uint64_t>(tag));
+      call.set_workspace(args[r], r);
       const ScalarType grad_dtype = !dgate_up.empty() ? dgate_up[r].scalar_type()
                                     : !ddown.empty()  ? ddown[r].scalar_type()
                                                       : x[r].scalar_type();

@@ -108,7 +108,8 @@ def debugging(
         schedule: "overlapped" or "phased", the same task bodies stage by stage; the bits are the
             same. "auto" is overlapped on a GPU and phased on the CPU.
         skip: names of PHASES to leave out, on one rank of a GPU. What they would have made is taken
-            as an earlier call left it, and the results mean nothing.
+            as the workspace's memory holds it - as earlier calls left it, unless something else has
+            used that memory since - and the results mean nothing.
         trace: where to record what the kernels of a GPU do.
         max_delay_ns: above 0, roles of these kernels sleep now and then, up to this long.
         seed: of the delays of the first call; each further call has the next one.
