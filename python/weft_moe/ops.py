@@ -173,7 +173,7 @@ def _narrow(topk_idx: Tensor, group: Group, rank: int, num_experts: int) -> Tens
     """int64 indices as int32, which the kernel takes; one beyond its range stays out of range."""
     if topk_idx.dtype != torch.int64:
         return topk_idx
-    narrow = topk_idx.clamp(INT32_MIN, INT32_MAX).to(torch.int32)
+    narrow = _as_int32(topk_idx)
     # Words with the true value, where they cost no wait for a device.
     if topk_idx.device.type == "cpu" and topk_idx.dim() == 2 and not torch.compiler.is_compiling():
         lost = (narrow != topk_idx).nonzero()
@@ -185,6 +185,31 @@ def _narrow(topk_idx: Tensor, group: Group, rank: int, num_experts: int) -> Tens
                 "masked route"
             )
     return narrow
+
+
+def _as_int32(idx: Tensor) -> Tensor:
+    """Cut to the range of int32: by one kernel where it can be, which has its bounds in tensors, as
+    torch.clamp casts its result only then."""
+    # Compiled it is one kernel anyway, and a tensor subclass, such as a fake one, has no bounds.
+    plain = type(idx) is Tensor and not torch.compiler.is_compiling()
+    bounds = _int32_bounds(idx.device) if plain else None
+    if bounds is None:
+        return idx.clamp(INT32_MIN, INT32_MAX).to(torch.int32)
+    return torch.clamp(idx, *bounds, out=torch.empty_like(idx, dtype=torch.int32))
+
+
+_bounds: dict[torch.device, tuple[Tensor, ...]] = {}
+
+
+def _int32_bounds(device: torch.device) -> tuple[Tensor, ...] | None:
+    """The least and the largest int32 as int64 on a device; None in a graph capture without an
+    earlier call, which can make none that outlives it."""
+    if device not in _bounds:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        # From the host, which waits for the copy: any stream may use them.
+        _bounds[device] = torch.tensor([INT32_MIN, INT32_MAX], device=device).unbind()
+    return _bounds[device]
 
 
 def tensor_list(name: str, value: object, single: bool) -> list[Tensor]:

@@ -71,22 +71,25 @@ struct CommTask {
 // another.
 struct CommOrder {
   static constexpr int32_t kCombineBatch = 2;  // entries
-  static constexpr int32_t kSumBatch = 8;      // tokens
+  // Tokens of a sum. Among several ranks few, since sums end a call and are shared out among all workers. On the GPU
+  // one rank alone has only masked tokens to zero, one a lane of a warp.
+  WEFT_HD static constexpr int32_t sum_batch_of(int32_t ep_size) { return ep_size == 1 ? 32 : 2; }
 
   int32_t pull_rows;
+  int32_t sum_batch;
   int32_t first_row;
   int32_t num_rows;  // whole blocks
   int32_t first_entry;
   int32_t num_entries;
   int32_t num_own_tokens;
+  int32_t num_sum_tasks;  // of a part
   bool combine;
   int32_t num_parts;
 
   WEFT_HD int32_t num_pull_tasks() const { return ceil_div(num_rows, pull_rows); }
   WEFT_HD int32_t num_combine_tasks() const { return combine ? ceil_div(num_entries, kCombineBatch) : 0; }
-  WEFT_HD int32_t num_sum_tasks() const { return combine ? ceil_div(num_own_tokens, kSumBatch) : 0; }
   WEFT_HD int32_t num_tasks() const {
-    return num_pull_tasks() + 1 + num_parts * (num_combine_tasks() + num_sum_tasks()) + 1;
+    return num_pull_tasks() + 1 + num_parts * (num_combine_tasks() + num_sum_tasks) + 1;
   }
 
   WEFT_HD CommTask task(int32_t ticket) const {
@@ -99,8 +102,8 @@ struct CommOrder {
         return batch(CommTaskKind::kCombine, ticket, kCombineBatch, first_entry, num_entries, part);
       }
       ticket -= num_combine_tasks();
-      if (ticket < num_sum_tasks()) return batch(CommTaskKind::kSumTokens, ticket, kSumBatch, 0, num_own_tokens, part);
-      ticket -= num_sum_tasks();
+      if (ticket < num_sum_tasks) return batch(CommTaskKind::kSumTokens, ticket, sum_batch, 0, num_own_tokens, part);
+      ticket -= num_sum_tasks;
     }
     return {CommTaskKind::kDrain, 0, 0, 0};
   }
@@ -160,12 +163,16 @@ WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_
   const int32_t begin_block = pass * plan.shape.capacity_blocks;
   const int32_t end_block = min_of(plan.num_blocks(), begin_block + plan.shape.capacity_blocks);
   const int32_t first_entry = plan.pass_entry_begin[pass];
+  const auto own_tokens = static_cast<int32_t>(num_own_tokens);
+  const int32_t sum_batch = CommOrder::sum_batch_of(plan.shape.ep_size);
   return {pull_rows,
+          sum_batch,
           begin_block * kBlockRows,
           max_of(0, end_block - begin_block) * kBlockRows,
           first_entry,
           plan.pass_entry_begin[pass + 1] - first_entry,
-          static_cast<int32_t>(num_own_tokens),
+          own_tokens,
+          combine ? ceil_div(own_tokens, sum_batch) : 0,
           combine,
           num_parts};
 }

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft_moe.bench.breakdown import KINDS, Breakdown, break_down, wanted_phases
+from weft_moe.bench.breakdown import KINDS, Breakdown, break_down, time_parts, wanted_phases
 from weft_moe.bench.cli import main
 from weft_moe.bench.layer import DIRECTIONS, Case
 from weft_moe.bench.timeline import plot_timeline, summarize
+from weft_moe.bench.timing import Launch
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,33 @@ def test_names_are_those_of_the_library() -> None:
     for direction in KINDS:
         assert set(wanted_phases(direction)["whole"]) <= set(debug.PHASES)
         assert set(KINDS[direction]) <= set(debug.MATRIX_KINDS)
+
+
+@pytest.mark.parametrize("direction", KINDS)
+def test_phases_are_left_out_of_the_timed_call_alone_and_a_whole_one_comes_before(
+    direction: str,
+) -> None:
+    debug = pytest.importorskip("weft_moe.debug", exc_type=ImportError)
+    calls: list[tuple[str, int]] = []  # and the phases left out
+
+    def step(name: str) -> None:
+        calls.append((name, debug._debug[1]))
+
+    def time_ms(launch: Launch, device: torch.device) -> float:
+        for _ in range(2):
+            launch()
+        return 1.0
+
+    launch = Launch(lambda: step("run"), lambda: step("prepare"))
+    assert set(time_parts(direction, launch, time_ms, torch.device("cpu"))) == set(
+        wanted_phases(direction)
+    )
+    expected = []
+    for name, phases in wanted_phases(direction).items():
+        kept = debug.PHASES if name == "whole" else phases
+        left_out = sum(bit for phase, bit in debug.PHASES.items() if phase not in kept)
+        expected += [("prepare", 0), ("run", 0), *[("prepare", 0), ("run", left_out)] * 2]
+    assert calls == expected
 
 
 def test_written_down_with_five_digits() -> None:

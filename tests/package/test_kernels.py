@@ -16,7 +16,7 @@ BUDGET = {
     "forward_kernel": 168,
     "backward_kernel": 168,
     "plan_kernel": 64,
-    "stage_tokens_kernel": 32,
+    "stage_kernel": 32,
     "reset_tickets_kernel": 32,
     "raise_flags_kernel": 64,
 }

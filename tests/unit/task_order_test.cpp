@@ -292,9 +292,9 @@ TEST(TaskOrder, CommunicationCoversEntriesAndTokensOnceAndInOrder) {
       }
       ASSERT_EQ(task.begin, next[turn]) << "task " << ticket;
       ASSERT_GT(task.end, task.begin);
-      ASSERT_LE(task.end - task.begin, task.kind == CommTaskKind::kPull
-                                           ? comm.pull_rows
-                                           : std::max(CommOrder::kCombineBatch, CommOrder::kSumBatch));
+      ASSERT_LE(task.end - task.begin, task.kind == CommTaskKind::kPull      ? comm.pull_rows
+                                       : task.kind == CommTaskKind::kCombine ? CommOrder::kCombineBatch
+                                                                             : comm.sum_batch);
       next[turn] = task.end;
     }
     ASSERT_EQ((next[{0, CommTaskKind::kPull}]), comm.first_row + comm.num_rows);
@@ -352,6 +352,16 @@ TEST(TaskOrder, StagesFollowTheirProducersOneGroupBehind) {
       {K::kDownWgrad, 0}, {K::kDownDgrad, 2},   {K::kDownWgrad, 1},   {K::kGateUpDgrad, 0}, {K::kGateUpWgrad, 0},
       {K::kDownWgrad, 2}, {K::kGateUpDgrad, 1}, {K::kGateUpWgrad, 1}, {K::kGateUpDgrad, 2}, {K::kGateUpWgrad, 2}};
   EXPECT_EQ(turns_of(Direction::kBackward, {true, true, true, true, Recompute::kAlways}), recomputing);
+}
+
+// One rank alone has a token for each lane of a warp; several share out the end of a call.
+TEST(TaskOrder, SumsOfOneRankFillAWarpAndThoseOfSeveralAreSmall) {
+  for (const int32_t num_ranks : {1, 2, 4}) {
+    const std::vector<int64_t> num_tokens(static_cast<size_t>(num_ranks), 70);
+    const RankPlan plan(cases::uniform_routing({8, 2, num_tokens}, 1), 0, kHidden, kIntermediate);
+    const TaskOrder order(*plan, Direction::kForward, 0, 70, kForwardWork);
+    EXPECT_EQ(order.comm().num_sum_tasks, num_ranks == 1 ? 3 : 35) << num_ranks << " ranks";
+  }
 }
 
 // A rank's own tokens are summed in every pass, whether or not it holds rows.

@@ -99,8 +99,7 @@ def break_down(
             note(f"{case.shape}: {direction} is not broken down: {reason}")
             continue
         launch = make_launch(direction, dispatch, problem)
-        launch()  # leaves the rows that the parts work on
-        times = _time_parts(direction, launch, REGIMES[regime], device)
+        times = time_parts(direction, launch, REGIMES[regime], device)
         summary = summarize(traced(launch, device))
         yield Breakdown(
             shape=case.shape,
@@ -119,22 +118,36 @@ def break_down(
         )
 
 
-def _time_parts(
+def time_parts(
     direction: str,
     launch: Launch,
     time_ms: Callable[[Launch, torch.device], float],
     device: torch.device,
 ) -> dict[str, float]:
+    """Milliseconds of a launch of Weft's layer with nothing but each of the wanted phases."""
     from ..debug import PHASES, debugging  # needs the compiled extension
 
+    parts = prepared_as_ever(launch)
     times = {}
     for name, phases in wanted_phases(direction).items():
         # The whole call leaves out nothing, not even what its direction has not got: it is the one
         # that users run.
         skip = () if name == "whole" else set(PHASES) - set(phases)
+        launch()  # leaves the rows that the part works on, in memory that the next call gets again
         with debugging(skip=skip):
-            times[name] = time_ms(launch, device)
+            times[name] = time_ms(parts, device)
     return times
+
+
+def prepared_as_ever(launch: Launch) -> Launch:
+    """The launch, of which a `debugging` context concerns the timed call alone."""
+    from ..debug import debugging
+
+    def prepare() -> None:
+        with debugging():
+            launch.prepare()
+
+    return Launch(launch.run, prepare)
 
 
 def traced(launch: Launch, device: torch.device) -> list[Record]:
@@ -142,6 +155,7 @@ def traced(launch: Launch, device: torch.device) -> list[Record]:
     from ..debug import Trace, debugging
 
     trace = Trace(device=device)
+    launch = prepared_as_ever(launch)
     with debugging(trace=trace):
         for _ in range(_TRACE_WARM_UPS):
             launch()

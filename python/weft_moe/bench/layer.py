@@ -178,14 +178,18 @@ def _virtual_dispatch(
 
 
 def make_launch(direction: str, dispatch: Callable, problem: Problem) -> Launch:
-    """What one launch of a direction calls."""
+    """One launch of a direction. That of a backward is prepared by its forward, as in training: a
+    backward finds rows in the workspace only right after, and only once."""
     if direction == "forward":
-        return torch.no_grad()(lambda: dispatch(*problem.inputs))
+        return Launch(torch.no_grad()(lambda: dispatch(*problem.inputs)))
     if direction == "backward":
-        y = dispatch(*problem.inputs)
-    else:
-        y = checkpoint(dispatch, *problem.inputs, use_reentrant=False, preserve_rng_state=False)
-    return lambda: torch.autograd.grad(y, problem.leaves, problem.dy, retain_graph=True)
+        forwards = []
+        return Launch(
+            run=lambda: torch.autograd.grad(forwards.pop(), problem.leaves, problem.dy),
+            prepare=lambda: forwards.append(dispatch(*problem.inputs)),
+        )
+    y = checkpoint(dispatch, *problem.inputs, use_reentrant=False, preserve_rng_state=False)
+    return Launch(lambda: torch.autograd.grad(y, problem.leaves, problem.dy, retain_graph=True))
 
 
 def is_repeatable(direction: str, dispatch: Callable, problem: Problem) -> bool:
@@ -205,7 +209,7 @@ def dense_launch(size: int, dtype: torch.dtype, device: torch.device) -> tuple[L
         torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2)
     )
     out = torch.empty_like(a)
-    return lambda: torch.matmul(a, b, out=out), 2 * size**3
+    return Launch(lambda: torch.matmul(a, b, out=out)), 2 * size**3
 
 
 def measure(

@@ -13,10 +13,23 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-Launch = Callable[[], object]
+
+@dataclass(frozen=True)
+class Launch:
+    """What is timed, and what makes each launch ready right before it, in the stream, untimed."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+
+    def __call__(self) -> object:
+        """The result of `run`, prepared."""
+        self.prepare()
+        return self.run()
+
 
 _BURST_ROUNDS = 3
 _BURST_IDLE_S = 0.09
@@ -61,12 +74,14 @@ REGIMES: dict[str, Callable[[Launch, torch.device], float]] = {
 
 
 def _timed_ms(launch: Launch, count: int, device: torch.device) -> list[float]:
-    """Milliseconds of each of `count` launches, which follow one another without a pause."""
+    """Milliseconds of each of `count` launches, which follow one another without a pause but for
+    what prepares them."""
     if device.type != "cuda":
         times = []
         for _ in range(count):
+            launch.prepare()
             start = time.perf_counter()
-            launch()
+            launch.run()
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [
@@ -74,8 +89,9 @@ def _timed_ms(launch: Launch, count: int, device: torch.device) -> list[float]:
         for _ in range(count)
     ]
     for start, end in events:
+        launch.prepare()
         start.record()
-        launch()
+        launch.run()
         end.record()
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) for start, end in events]

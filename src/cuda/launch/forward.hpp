@@ -21,8 +21,25 @@ struct ForwardParams : PersistentParams {
   float clamp_limit;
 };
 
-// Puts the number of tokens of a call where the plan reads it, in stream order.
-void launch_stage_tokens(int64_t* target, int64_t num_tokens, cudaStream_t stream);
+// What a call's plan and the peers read, and where: the number of tokens, and copies of a multiple of 4 bytes each.
+struct StageCopy {
+  void* target;
+  const void* source;
+  int64_t bytes;
+};
+struct StageParams {
+  static constexpr int32_t kMaxCopies = 4;
+
+  int64_t* num_tokens_target;
+  int64_t num_tokens;
+  int32_t num_copies;
+  StageCopy copies[kMaxCopies];
+};
+
+// Loads the kernel now, as load_forward does.
+void load_stage();
+// Throws Error(WEFT_INTERNAL) if the launch fails.
+void launch_stage(const StageParams& params, cudaStream_t stream);
 
 // Loads the kernels now: loading at the first launch would wait for kernels that run, which may wait for this rank.
 // Returns how many of their CTAs the current device can hold at once: as many SMs a launch may use, since CTAs wait for

@@ -152,6 +152,7 @@ class CudaLayer final : public BackendLayer {
     check_cuda(cudaHostAlloc(&pinned, sizeof(PlanReport), cudaHostAllocMapped), "cannot allocate pinned host memory");
     host_report_.reset(static_cast<PlanReport*>(pinned));
     *host_report_ = PlanReport{};
+    load_stage();
     load_plan();
     usable_sms_ = min_of(load_forward(), load_backward());
     require(usable_sms_ > 0, WEFT_UNSUPPORTED, "device ", device_,
@@ -205,23 +206,21 @@ class CudaLayer final : public BackendLayer {
   // order of the caller's stream, whose earlier calls have drained: nobody reads any more what they staged.
   void stage_inputs(const RankMemory& memory, const weft_inputs& inputs, const void* dy, void* caller_stream) const {
     const auto stream = static_cast<cudaStream_t>(caller_stream);
-    if (is_alone()) return launch_stage_tokens(&state_->num_tokens, inputs.num_tokens, stream);
+    if (is_alone()) return launch_stage({&state_->num_tokens, inputs.num_tokens, 0, {}}, stream);
     check_share(memory);
     const LayerShape& shape = options_.shape;
     Carver carver(memory.data[shape.ep_rank]);
     const auto own = carve_symmetric_data<Bf16>(carver, shape);
-    const auto copy = [&](void* target, const void* source, int64_t count, size_t element_bytes) {
-      check_cuda(
-          cudaMemcpyAsync(target, source, static_cast<size_t>(count) * element_bytes, cudaMemcpyDeviceToDevice, stream),
-          "cannot stage the inputs");
+    StageParams params{own.num_tokens, inputs.num_tokens, 0, {}};
+    const auto copy = [&](void* target, const void* source, int64_t columns, size_t element_bytes) {
+      const int64_t bytes = inputs.num_tokens * columns * static_cast<int64_t>(element_bytes);
+      params.copies[params.num_copies++] = {target, source, bytes};
     };
-    launch_stage_tokens(own.num_tokens, inputs.num_tokens, stream);
-    if (inputs.num_tokens > 0) {
-      copy(own.topk_idx, inputs.topk_idx, inputs.num_tokens * shape.top_k, sizeof(int32_t));
-      copy(own.topk_weights, inputs.topk_weights, inputs.num_tokens * shape.top_k, sizeof(float));
-      copy(own.x, inputs.x, inputs.num_tokens * shape.hidden, sizeof(Bf16));
-      if (dy != nullptr) copy(own.dy, dy, inputs.num_tokens * shape.hidden, sizeof(Bf16));
-    }
+    copy(own.topk_idx, inputs.topk_idx, shape.top_k, sizeof(int32_t));
+    copy(own.topk_weights, inputs.topk_weights, shape.top_k, sizeof(float));
+    copy(own.x, inputs.x, shape.hidden, sizeof(Bf16));
+    if (dy != nullptr) copy(own.dy, dy, shape.hidden, sizeof(Bf16));
+    launch_stage(params, stream);
   }
 
   Peers peers_of(const RankMemory& memory, const weft_inputs& inputs, const void* dy = nullptr) const {

@@ -11,6 +11,8 @@ namespace weft {
 
 inline constexpr int32_t kCommWarps = 2;  // a CTA
 
+static_assert(CommOrder::sum_batch_of(1) <= 32, "zero_masked_tokens has a token a lane");
+
 __device__ __forceinline__ CommOrder own_comm_order(const PersistentParams& params, Direction direction, int32_t pass) {
   return comm_order(params.plan, pass, params.state->num_own_tokens, params.combine, kHopperTiling.pull_rows,
                     direction == Direction::kForward ? kHopperTiling.down_parts : 1);
@@ -47,7 +49,7 @@ __device__ __forceinline__ bool drain(const CommPass& comm, int32_t ticket) {
 
 // One warp, for the tickets of one pass that are left. False after a stall. kChunks: as in sum_rows.
 template <int32_t kChunks, class Probe>
-__device__ __forceinline__ bool run_comm(const PersistentParams& params, const CommOrder& order, int32_t pass,
+__device__ __forceinline__ bool run_comm(const PersistentParams& params, CommOrder order, int32_t pass,
                                          const Probe& probe) {
   const Plan& plan = params.plan;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
@@ -62,8 +64,10 @@ __device__ __forceinline__ bool run_comm(const PersistentParams& params, const C
     if (lane == 0) claimed = ptx::atom_add_relaxed_gpu(comm.flags.comm_ticket, 1);
     ticket = tickets.begin + static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
     if (ticket >= tickets.end) return true;
+    const int32_t ep_size = ptx::asked_anew(plan.shape.ep_size);
+    const bool is_alone = ep_size == 1;
+    order.sum_batch = CommOrder::sum_batch_of(ep_size);  // anew: no register holds it between tickets
     const CommTask task = order.task(ticket);
-    const bool is_alone = ptx::asked_anew(plan.shape.ep_size) == 1;
     const typename Probe::Span span = probe.begin(trace_kind(task.kind));
     bool done = true;
     if (task.kind == CommTaskKind::kPull) {
