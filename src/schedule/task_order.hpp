@@ -70,12 +70,12 @@ struct CommTask {
 // The communication tasks of one pass, in ticket order: pulls, then combines and sums of one part of the columns after
 // another.
 struct CommOrder {
-  static constexpr int32_t kCombineBatch = 2;  // entries
   // Tokens of a sum. Among several ranks few, since sums end a call and are shared out among all workers. On the GPU
   // one rank alone has only masked tokens to zero, one a lane of a warp.
   WEFT_HD static constexpr int32_t sum_batch_of(int32_t ep_size) { return ep_size == 1 ? 32 : 2; }
 
   int32_t pull_rows;
+  int32_t combine_entries;
   int32_t sum_batch;
   int32_t first_row;
   int32_t num_rows;  // whole blocks
@@ -87,7 +87,7 @@ struct CommOrder {
   int32_t num_parts;
 
   WEFT_HD int32_t num_pull_tasks() const { return ceil_div(num_rows, pull_rows); }
-  WEFT_HD int32_t num_combine_tasks() const { return combine ? ceil_div(num_entries, kCombineBatch) : 0; }
+  WEFT_HD int32_t num_combine_tasks() const { return combine ? ceil_div(num_entries, combine_entries) : 0; }
   WEFT_HD int32_t num_tasks() const {
     return num_pull_tasks() + 1 + num_parts * (num_combine_tasks() + num_sum_tasks) + 1;
   }
@@ -99,7 +99,7 @@ struct CommOrder {
     ticket -= 1;
     for (int32_t part = 0; part < num_parts; ++part) {
       if (ticket < num_combine_tasks()) {
-        return batch(CommTaskKind::kCombine, ticket, kCombineBatch, first_entry, num_entries, part);
+        return batch(CommTaskKind::kCombine, ticket, combine_entries, first_entry, num_entries, part);
       }
       ticket -= num_combine_tasks();
       if (ticket < num_sum_tasks) return batch(CommTaskKind::kSumTokens, ticket, sum_batch, 0, num_own_tokens, part);
@@ -121,20 +121,32 @@ struct BlockRange {  // virtual pool blocks
   WEFT_HD int32_t size() const { return max_of(0, end - begin); }
 };
 
+// What a ticket of communication does.
+struct CommBatch {
+  int32_t pull_rows;  // of the pool
+  int32_t combine_entries;
+};
+
 // How work is cut: columns of a tile of each kind (rows are kBlockRows always); whether a task is two tiles where it
-// can be; pool rows of a pull; parts of the columns of o, of which the earlier ones are combined while the last is
+// can be; tickets of communication; parts of the columns of o, of which the earlier ones are combined while the last is
 // made; pool blocks that make up a group of experts.
 struct Tiling {
   int32_t cols[kNumTaskKinds];
   bool pairs;
-  int32_t pull_rows;
+  CommBatch forward;
+  CommBatch backward;
   int32_t down_parts;
   int32_t group_blocks;
 
-  WEFT_HD int32_t parts(Direction direction) const { return direction == Direction::kForward ? down_parts : 1; }
+  WEFT_HD constexpr int32_t parts(Direction direction) const {
+    return direction == Direction::kForward ? down_parts : 1;
+  }
+  WEFT_HD constexpr CommBatch comm(Direction direction) const {
+    return direction == Direction::kForward ? forward : backward;
+  }
 };
 inline constexpr Tiling kReferenceTiling{
-    {kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}, false, kBlockRows, 1, 4};
+    {kTileCols, kTileCols, kTileCols, kTileCols, kTileCols, kTileCols}, false, {kBlockRows, 2}, {kBlockRows, 2}, 1, 4};
 
 // The first of `count` tiles that belongs to `part`.
 WEFT_HD constexpr int32_t part_begin(int32_t count, int32_t part, int32_t num_parts) {
@@ -159,13 +171,14 @@ struct Work {
 inline constexpr Work kForwardWork{true, false, false, false};
 
 WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_own_tokens, bool combine,
-                                    int32_t pull_rows, int32_t num_parts) {
+                                    const CommBatch& comm, int32_t num_parts) {
   const int32_t begin_block = pass * plan.shape.capacity_blocks;
   const int32_t end_block = min_of(plan.num_blocks(), begin_block + plan.shape.capacity_blocks);
   const int32_t first_entry = plan.pass_entry_begin[pass];
   const auto own_tokens = static_cast<int32_t>(num_own_tokens);
   const int32_t sum_batch = CommOrder::sum_batch_of(plan.shape.ep_size);
-  return {pull_rows,
+  return {comm.pull_rows,
+          comm.combine_entries,
           sum_batch,
           begin_block * kBlockRows,
           max_of(0, end_block - begin_block) * kBlockRows,
@@ -278,7 +291,8 @@ class TaskOrder {
   }
 
   WEFT_HD CommOrder comm() const {
-    return comm_order(plan_, pass_, num_own_tokens_, work_.combine, tiling_.pull_rows, tiling_.parts(direction_));
+    return comm_order(plan_, pass_, num_own_tokens_, work_.combine, tiling_.comm(direction_),
+                      tiling_.parts(direction_));
   }
 
   // The expert's blocks in this pass.

@@ -24,7 +24,7 @@ using cases::Routing;
 
 constexpr int64_t kHidden = 384;
 constexpr int64_t kIntermediate = 256;
-constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, 8, 2, 1};
+constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, {8, 1}, {16, 3}, 2, 1};
 
 // One way of calling the layer.
 struct CallShape {
@@ -293,7 +293,7 @@ TEST(TaskOrder, CommunicationCoversEntriesAndTokensOnceAndInOrder) {
       ASSERT_EQ(task.begin, next[turn]) << "task " << ticket;
       ASSERT_GT(task.end, task.begin);
       ASSERT_LE(task.end - task.begin, task.kind == CommTaskKind::kPull      ? comm.pull_rows
-                                       : task.kind == CommTaskKind::kCombine ? CommOrder::kCombineBatch
+                                       : task.kind == CommTaskKind::kCombine ? comm.combine_entries
                                                                              : comm.sum_batch);
       next[turn] = task.end;
     }

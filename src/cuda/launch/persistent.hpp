@@ -16,8 +16,9 @@
 
 namespace weft {
 
-// Columns of a tile: a gate_up tile is 128 columns of g and the same 128 of u in one accumulator.
-inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, 8, 1, 64};
+// Columns of a tile: a gate_up tile is 128 columns of g and the same 128 of u in one accumulator. Tickets of
+// communication are smaller in the forward, which begins and ends with them.
+inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, {4, 1}, {8, 2}, 1, 64};
 
 // Row of the physical pool, in 32 bits, as a tensor map counts.
 WEFT_HD inline int32_t pool_row(const Plan& plan, int32_t virtual_row) {

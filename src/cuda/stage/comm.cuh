@@ -14,8 +14,9 @@ inline constexpr int32_t kCommWarps = 2;  // a CTA
 static_assert(CommOrder::sum_batch_of(1) <= 32, "zero_masked_tokens has a token a lane");
 
 __device__ __forceinline__ CommOrder own_comm_order(const PersistentParams& params, Direction direction, int32_t pass) {
-  return comm_order(params.plan, pass, params.state->num_own_tokens, params.combine, kHopperTiling.pull_rows,
-                    direction == Direction::kForward ? kHopperTiling.down_parts : 1);
+  constexpr Tiling kTiling = kHopperTiling;
+  return comm_order(params.plan, pass, params.state->num_own_tokens, params.combine, kTiling.comm(direction),
+                    kTiling.parts(direction));
 }
 
 // By one thread, when the rank has pulled all it needs: peers may then overwrite what they staged.
