@@ -113,12 +113,13 @@ struct DeviceRank {
   cudaStream_t stream = nullptr;
 };
 
-constexpr TaskChoice kForwardTasks{Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, true, 8, 2, 1}};
+constexpr TaskChoice kForwardTasks{
+    Direction::kForward, kForwardWork, {{128, 256, 128, 256, 256, 256}, true, {8, 1}, {16, 3}, 2, 1}};
 constexpr TaskChoice kBackwardTasks{
-    Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, 8, 2, 1}};
+    Direction::kBackward, {true, true, true, true}, {{128, 256, 128, 256, 256, 128}, true, {8, 1}, {16, 3}, 2, 1}};
 constexpr TaskChoice kRecomputingTasks{Direction::kBackward,
                                        {true, true, true, true, Recompute::kInSeveralPasses},
-                                       {{128, 256, 128, 256, 256, 128}, true, 8, 2, 1}};
+                                       {{128, 256, 128, 256, 256, 128}, true, {8, 1}, {16, 3}, 2, 1}};
 
 void launch_one(const PlanLaunch& launch, int32_t num_sms, cudaStream_t stream) {
   launch_plan({&launch, 1}, num_sms, stream);
