@@ -244,6 +244,11 @@ def test_virtual_ranks_need_no_queue_of_the_driver_each() -> None:
     run_ranks(_in_one_queue, 1, timeout_s=TIMEOUT_S)
 
 
+def test_more_ranks_than_a_machine_has_gpus_are_refused() -> None:
+    reason = weft.supports(hidden=256, intermediate=128, num_experts=16, device="cuda", ep_size=16)
+    assert "ep_size is 16; the CUDA backend takes up to 8 ranks" in reason
+
+
 def _far_ahead(_) -> None:
     group = weft.virtual_ep_group(8, device="cuda", max_tokens=1024)
     ranks = Ranks(SOME_TOKENS[8], route=_to_first_rank)
