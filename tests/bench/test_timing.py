@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from weft_moe.bench import timing
 from weft_moe.bench.layer import SHAPES, Problem, dispatch_for, make_launch
 from weft_moe.bench.timing import REGIMES, Launch
@@ -83,3 +84,27 @@ def test_a_timed_backward_takes_over_the_workspace_of_its_forward(
         launch.run()
         assert len(workspaces) == of_forward, "it has rows elsewhere"
         assert kept and all(made() is None for made in workspaces)
+
+
+class WeftCalls(TorchDispatchMode):
+    """The layer's calls, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func.name().partition("::")
+        if namespace == "weft":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ep_size", [1, 2], ids=["one rank", "two ranks"])
+def test_a_timed_recomputation_is_one_call(ep_size: int) -> None:
+    problem = Problem(SHAPES["tiny"], 32, "fp32", CPU, ep_size=ep_size)
+    direction = "backward_recompute"
+    launch = make_launch(direction, dispatch_for("weft", problem, direction), problem)
+    with WeftCalls() as calls:
+        launch()
+    assert calls.names == ["backward"], "what the forward did is done inside the backward"

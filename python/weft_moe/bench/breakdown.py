@@ -94,7 +94,7 @@ def break_down(
     problem = Problem(SHAPES[case.shape], case.tokens_per_rank, precision, device)
     for direction in directions:
         try:
-            dispatch = dispatch_for("weft", problem, training=direction != "forward")
+            dispatch = dispatch_for("weft", problem, direction)
         except (ValueError, ImportError) as reason:
             note(f"{case.shape}: {direction} is not broken down: {reason}")
             continue

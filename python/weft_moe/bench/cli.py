@@ -156,7 +156,7 @@ def _run_timeline(arguments: argparse.Namespace, console: Console) -> None:
     device = _device("cuda")
     problem = Problem(SHAPES[arguments.shape], arguments.tokens, arguments.precision, device)
     direction = arguments.direction
-    dispatch = dispatch_for("weft", problem, training=direction != "forward")
+    dispatch = dispatch_for("weft", problem, direction)
     records = traced(make_launch(direction, dispatch, problem), device)
     title = f"{arguments.shape} {direction}, {arguments.tokens} tokens, {arguments.precision}"
     plot_timeline(records, arguments.output, title)

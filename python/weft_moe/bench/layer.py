@@ -141,9 +141,10 @@ class Problem:
 
 
 def dispatch_for(
-    implementation: str, problem: Problem, training: bool = True
+    implementation: str, problem: Problem, direction: str = "backward"
 ) -> Callable[..., Tensor | list[Tensor]]:
-    """Raises ValueError, with the reason, where the implementation cannot run the problem."""
+    """For a layer whose `direction` will be measured; one that is checkpointed saves its inputs
+    alone. Raises ValueError, with the reason, where the implementation cannot run the problem."""
     layer = MoeLayer(
         num_experts=problem.shape.num_experts,
         hidden=problem.shape.hidden,
@@ -151,8 +152,9 @@ def dispatch_for(
         precision=problem.precision,
         process_group=None,
         device=problem.device,
-        training=training,
+        training=direction != "forward",
         top_k=problem.shape.top_k,
+        save="inputs" if direction == "backward_recompute" else "gate_up",
     )
     if problem.ep_size > 1:
         return _virtual_dispatch(implementation, layer, problem.ep_size)
@@ -173,6 +175,7 @@ def _virtual_dispatch(
         group=weft_moe.virtual_ep_group(ep_size, device=layer.device),
         num_experts=layer.num_experts,
         precision=layer.precision,
+        save=layer.save,
         deadline_s=_DEADLINE_S,
     )
 
@@ -243,7 +246,7 @@ def measure(
         for direction in case.directions:
             try:
                 dispatches[direction][implementation] = dispatch_for(
-                    implementation, problem, training=direction != "forward"
+                    implementation, problem, direction
                 )
             except (ValueError, ImportError) as reason:
                 note(f"{case.shape}: {implementation} {direction} is not measured: {reason}")
