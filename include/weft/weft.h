@@ -94,7 +94,7 @@ typedef struct weft_config {
   int32_t num_experts;  /* E over all ranks; a multiple of ep_size, at most 2^16 */
   int32_t top_k;        /* K; 1 to min(E, 32) */
   int64_t max_tokens;   /* most tokens a rank brings to one call; the same on every rank */
-  int32_t ep_size;      /* ranks in the expert-parallel group, 1 to 64 */
+  int32_t ep_size;      /* ranks in the expert-parallel group, 1 to 64; on GPUs 1 to 8 */
   int32_t ep_rank;      /* this rank */
   double clamp_limit;   /* > 0: g = min(g, limit), u = clamp(u, -limit, limit) before SwiGLU; 0: none */
   weft_save save;
@@ -226,9 +226,9 @@ WEFT_API weft_status weft_refuse(weft_group* group, const char* reason, double d
 WEFT_API weft_status weft_group_max_tokens(weft_group* group, int64_t num_tokens, double deadline_s,
                                            int64_t* max_tokens);
 
-/* Several ranks of one process together, for virtual ranks: each on a thread of its own, and on a GPU in a stream of
- * its own, which is ordered in args->stream as the call is. Arrays of length n. Returns the status and words of the
- * first rank that failed by itself, else of the first that failed because of a peer. */
+/* Several ranks of one process together, for virtual ranks: each on a thread of its own. On a GPU they are launched as
+ * one, in a stream of their own, which is ordered in each args->stream as the call is. Arrays of length n. Returns the
+ * status and words of the first rank that failed by itself, else of the first that failed because of a peer. */
 WEFT_API weft_status weft_layer_create_all(const weft_config* const* configs, weft_group* const* groups, int32_t n,
                                            weft_layer** layers);
 WEFT_API weft_status weft_forward_all(weft_layer* const* layers, weft_forward_args* const* args, int32_t n);

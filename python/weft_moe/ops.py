@@ -202,13 +202,16 @@ _bounds: dict[torch.device, tuple[Tensor, ...]] = {}
 
 
 def _int32_bounds(device: torch.device) -> tuple[Tensor, ...] | None:
-    """The least and the largest int32 as int64 on a device; None in a graph capture without an
-    earlier call, which can make none that outlives it."""
+    """The least and the largest int32 as int64 on a device; None, without an earlier call, where
+    none can be made that outlives this one: in a graph capture, or where a mode makes fakes."""
     if device not in _bounds:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         # From the host, which waits for the copy: any stream may use them.
-        _bounds[device] = torch.tensor([INT32_MIN, INT32_MAX], device=device).unbind()
+        bounds = torch.tensor([INT32_MIN, INT32_MAX], device=device).unbind()
+        if any(type(bound) is not Tensor for bound in bounds):
+            return None
+        _bounds[device] = bounds
     return _bounds[device]
 
 

@@ -87,6 +87,16 @@ void create_layer(const weft_config* caller_config, weft_group* group, weft_laye
   *layer = created.release();
 }
 
+// Meets the other ranks at the entry of a call that this rank has staged.
+uint32_t enter(weft_layer* layer, const Call& call) {
+  try {
+    return layer->group->meet(call, deadline_or_default(layer->config.deadline_s));
+  } catch (...) {
+    layer->backend->leave();
+    throw;
+  }
+}
+
 // Runs `launch`, which starts kernels of `layer`. Where ranks share a process none goes on before all have launched:
 // what it did next in CUDA could wait for its own kernels and keep a peer from launching what those wait for.
 template <class Launch>
@@ -98,6 +108,7 @@ void launch_together(weft_layer* layer, const RankMemory& memory, CallKind launc
     layer->group->or_refuse(deadline_s, launch);
     layer->group->meet({launched, layer->fingerprint}, deadline_s);
   } catch (...) {
+    layer->backend->leave();
     try {
       layer->backend->join(stream);
     } catch (const Error&) {
@@ -123,8 +134,7 @@ void forward(weft_layer* layer, weft_forward_args* caller_args) {
     layer->backend->check_forward(args);
     layer->backend->stage(memory, args);
   });
-  const uint32_t epoch =
-      group.meet({CallKind::kForward, layer->fingerprint}, deadline_or_default(layer->config.deadline_s));
+  const uint32_t epoch = enter(layer, {CallKind::kForward, layer->fingerprint});
   int32_t num_passes = 1;
   launch_together(layer, memory, CallKind::kForwardLaunched, args.stream,
                   [&] { num_passes = layer->backend->forward(memory, epoch, args); });
@@ -149,8 +159,7 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
   });
   // Whether dx and the router gradients travel is everybody's affair: two bits of the fingerprint.
   const uint32_t wants = (args.want_dx != 0 ? 1U : 0U) | (args.want_dtopk_weights != 0 ? 2U : 0U);
-  const uint32_t epoch = group.meet({CallKind::kBackward, (layer->fingerprint << 2) | wants},
-                                    deadline_or_default(layer->config.deadline_s));
+  const uint32_t epoch = enter(layer, {CallKind::kBackward, (layer->fingerprint << 2) | wants});
   int32_t num_passes = 1;
   launch_together(layer, memory, CallKind::kBackwardLaunched, args.stream,
                   [&] { num_passes = layer->backend->backward(memory, epoch, args); });

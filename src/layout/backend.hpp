@@ -54,7 +54,7 @@ class BackendLayer {
   virtual void check_backward(const weft_backward_args&) {}
 
   // Before the entry barrier: puts this rank's inputs where peers read them, and makes ready what this process
-  // launches.
+  // launches. A backward may already say its args.source.
   virtual void stage(const RankMemory& memory, weft_forward_args& args) = 0;
   virtual void stage(const RankMemory& memory, weft_backward_args& args) = 0;
 
@@ -62,6 +62,9 @@ class BackendLayer {
   // WEFT_STALLED when a peer stays away; WEFT_INVALID_ARGUMENT, on all ranks alike, for an expert index out of range.
   virtual int32_t forward(const RankMemory& memory, uint32_t epoch, weft_forward_args& args) = 0;
   virtual int32_t backward(const RankMemory& memory, uint32_t epoch, weft_backward_args& args) = 0;
+
+  // This rank ends a call with an error, having staged for it: nothing of it may be launched from here on.
+  virtual void leave() {}
 
   // Where ranks share a process: orders what follows in the caller's stream behind a forward or backward, which has
   // failed or which all ranks have launched.

@@ -57,6 +57,13 @@ def test_a_fake_call_leaves_no_bounds_behind(monkeypatch: pytest.MonkeyPatch) ->
     assert_cut(ops._as_int32(IDX), EXPECTED)
 
 
+def test_nor_does_a_mode_that_makes_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_bounds", {})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ops._as_int32(IDX)
+    assert_cut(ops._as_int32(IDX), EXPECTED)
+
+
 def test_bounds_made_in_inference_mode_serve_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_bounds", {})
     with torch.inference_mode():

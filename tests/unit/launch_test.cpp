@@ -1,10 +1,15 @@
 // What the host makes for a launch on a GPU: the words of what a device reports, and the layout of the workspace.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "cuda/launch/fault.hpp"
+#include "cuda/launch/roll.hpp"
 #include "cuda/launch/runtime.hpp"
 #include "cuda/launch/workspace.hpp"
 
@@ -103,6 +108,55 @@ TEST(Workspace, TakesTheBytesThatTheGuideSays) {
   const int64_t carried = 24 * intermediate * hidden;
   EXPECT_EQ(extra(kShape), rows * (2 * hidden + 4 * intermediate + 4 * 3) + carried);
   EXPECT_EQ(extra(one_pass), one_pass.capacity_rows() * (2 * hidden + 4 * intermediate + 4 * 3));
+}
+
+TEST(Roll, LaunchesTheCallsOfItsRanksInOrder) {
+  Roll<int> roll;
+  const int calls[] = {10, 11, 12, 13};
+  for (const int32_t rank : {3, 1, 2}) roll.join(rank, calls[rank]);
+  std::vector<int> launched;
+  roll.launch(0b1010, [&](const std::vector<const int*>& of_ranks) {
+    for (const int* call : of_ranks) launched.push_back(*call);
+  });
+  EXPECT_EQ(launched, (std::vector<int>{11, 13}));
+}
+
+// Its memory may be somebody else's by now.
+TEST(Roll, DoesNotLaunchTheCallOfARankThatHasLeft) {
+  Roll<int> roll;
+  const int call = 0;
+  for (const int32_t rank : {0, 1}) roll.join(rank, call);
+  roll.leave(1);
+  try {
+    roll.launch(0b11, [](const std::vector<const int*>&) { FAIL() << "launched"; });
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), WEFT_STALLED);
+    EXPECT_EQ(std::string(error.what()).find("rank 1 had waited for its deadline and left"), 0U) << error.what();
+  }
+  roll.join(1, call);
+  bool launched = false;
+  roll.launch(0b11, [&](const std::vector<const int*>&) { launched = true; });
+  EXPECT_TRUE(launched) << "a rank that has come back";
+}
+
+TEST(Roll, ARankThatLeavesTooLateWaitsForTheLaunch) {
+  Roll<int> roll;
+  const int call = 0;
+  roll.join(0, call);
+  std::atomic<bool> launching{false};
+  std::atomic<bool> launched{false};
+  std::thread launcher([&] {
+    roll.launch(0b1, [&](const std::vector<const int*>&) {
+      launching = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      launched = true;
+    });
+  });
+  while (!launching) std::this_thread::yield();
+  roll.leave(0);
+  EXPECT_TRUE(launched);
+  launcher.join();
 }
 
 }  // namespace

@@ -159,9 +159,14 @@ class CudaLayer final : public BackendLayer {
             " cannot hold two CTAs of a cluster, each with all shared memory of an SM; use a whole Hopper GPU, or a "
             "partition with two SMs of one cluster");
     if (is_alone()) return;
+    call_.staged = make_event();
     load_probed_forward();
     load_probed_backward();
     load_phases();
+  }
+
+  void leave() override {
+    if (gathering_ != nullptr) gathering_->roll.leave(options_.shape.ep_rank);
   }
 
   void join(void* caller_stream) override {
@@ -269,15 +274,16 @@ class CudaLayer final : public BackendLayer {
 
   static int32_t first_of(const RankMemory& memory) { return std::countr_zero(memory.ranks_together); }
 
-  // Leaves the prepared call where the first rank of those that launch together finds it.
+  // Enters the prepared call among those that the first rank launches.
   void gather(const RankMemory& memory, void* caller_stream) {
     if (!memory.ranks_share_process) return;
-    const OutsideCapture outside;
-    gathering_ = Gathering::of(memory.controls[first_of(memory)]);
-    Gathering::Member& own = gathering_->members[static_cast<size_t>(options_.shape.ep_rank)];
-    own.call = &call_;
-    check_cuda(cudaEventRecord(own.staged.get(), static_cast<cudaStream_t>(caller_stream)),
+    if (gathering_ == nullptr) {
+      const OutsideCapture outside;
+      gathering_ = Gathering::of(memory.controls[first_of(memory)]);
+    }
+    check_cuda(cudaEventRecord(call_.staged.get(), static_cast<cudaStream_t>(caller_stream)),
                "cannot record a CUDA event");
+    gathering_->roll.join(options_.shape.ep_rank, call_);
   }
 
   // Launches this rank's call in its stream; or, by the first of the ranks that launch together, those of all of them
@@ -291,21 +297,19 @@ class CudaLayer final : public BackendLayer {
         return launch_calls({&call_}, direction, params, phases, static_cast<cudaStream_t>(args.stream), kernel);
       }
       if (first_of(memory) != options_.shape.ep_rank) return;
-      const cudaStream_t stream = gathering_->stream.get();
-      std::vector<const RankCall*> calls;
-      for (int32_t rank = 0; rank < options_.shape.ep_size; ++rank) {
-        if ((memory.ranks_together >> rank & 1) == 0) continue;
-        const Gathering::Member& member = gathering_->members[static_cast<size_t>(rank)];
-        check_cuda(cudaStreamWaitEvent(stream, member.staged.get()), "cannot leave the caller's stream");
-        calls.push_back(member.call);
-      }
-      try {
-        launch_calls(calls, direction, params, phases, stream, kernel);
-      } catch (...) {
-        cudaEventRecord(gathering_->done.get(), stream);
-        throw;
-      }
-      check_cuda(cudaEventRecord(gathering_->done.get(), stream), "cannot record a CUDA event");
+      gathering_->roll.launch(memory.ranks_together, [&](const std::vector<const RankCall*>& calls) {
+        const cudaStream_t stream = gathering_->stream.get();
+        for (const RankCall* call : calls) {
+          check_cuda(cudaStreamWaitEvent(stream, call->staged.get()), "cannot leave the caller's stream");
+        }
+        try {
+          launch_calls(calls, direction, params, phases, stream, kernel);
+        } catch (...) {
+          cudaEventRecord(gathering_->done.get(), stream);
+          throw;
+        }
+        check_cuda(cudaEventRecord(gathering_->done.get(), stream), "cannot record a CUDA event");
+      });
     });
   }
 

@@ -12,7 +12,6 @@ std::shared_ptr<Gathering> Gathering::of(const ControlBlock* first) {
   std::erase_if(gatherings, [](const auto& entry) { return entry.second.expired(); });
   if (auto known = gatherings[first].lock()) return known;
   auto made = std::make_shared<Gathering>();
-  for (Member& member : made->members) member.staged = make_event();
   made->stream = make_stream();
   made->done = make_event();
   gatherings[first] = made;

@@ -1,12 +1,12 @@
-// What a rank's call launches, and where ranks of one process on one device leave it for the one that launches for all.
+// What a rank's call launches, and where ranks of one process on one device meet to be launched together.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 
 #include "cuda/launch/backward.hpp"
 #include "cuda/launch/forward.hpp"
+#include "cuda/launch/roll.hpp"
 #include "cuda/launch/runtime.hpp"
 
 namespace weft {
@@ -17,19 +17,14 @@ struct RankCall {
   PlanLaunch plan;
   ForwardParams forward;    // of a forward
   BackwardParams backward;  // of a backward
+  Event staged;             // several ranks: the inputs lie in symmetric memory
 };
 
-// Written by each rank's thread before the entry barrier, read behind it by that of the first rank, which answers for
-// the launch before any rank goes on.
+// The first of the ranks launches for all of them, as its own call says (phases, probes), before any of them goes on.
 struct Gathering {
-  struct Member {
-    const RankCall* call;
-    Event staged;  // the rank's inputs lie in symmetric memory
-  };
-
-  std::array<Member, kMaxCudaRanks> members;  // by rank of the group
-  Stream stream;                              // of the launches
-  Event done;                                 // the last of them
+  Roll<RankCall> roll;
+  Stream stream;  // of the launches
+  Event done;     // the last of them
 
   // That of the ranks whose first one has this control block; it lives as long as one of them holds it.
   static std::shared_ptr<Gathering> of(const ControlBlock* first);

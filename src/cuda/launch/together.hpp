@@ -15,7 +15,6 @@ inline constexpr int32_t kMaxCudaRanks = 8;
 // The parameters of one launch, of kRanks places.
 template <class Params, int32_t kRanks>
 struct Together {
-  static constexpr int32_t kPlaces = kRanks;
   Params of_rank[kRanks];
 };
 

@@ -113,7 +113,7 @@ __device__ __forceinline__ void sum_many_rows(const uint4* chunks, uint32_t row_
 
 // One warp writes the sum of `num_rows` rows of `base` to `target` [H]; lane n knows where row n begins, in pieces of
 // 16 bytes (counted in 32 bits: 64 GiB). Sums wait for memory rather than for its bandwidth, so of fewer rows more
-// pieces are in flight. kChunks: pieces a lane of eight rows or more.
+// pieces are in flight. kChunks: pieces a lane of more than four rows.
 template <int32_t kChunks>
 __device__ __forceinline__ void sum_rows(const Bf16* base, uint32_t row_begin, int32_t num_rows,
                                          const ChunkRange& range, Bf16* target) {

@@ -12,6 +12,9 @@ namespace weft {
 inline constexpr int32_t kCommWarps = 2;  // a CTA
 
 static_assert(CommOrder::sum_batch_of(1) <= 32, "zero_masked_tokens has a token a lane");
+static_assert(kHopperTiling.forward.pull_rows <= 32 && kBlockRows % kHopperTiling.forward.pull_rows == 0 &&
+                  kHopperTiling.backward.pull_rows <= 32 && kBlockRows % kHopperTiling.backward.pull_rows == 0,
+              "pull_rows has a row a lane, all of one block");
 
 __device__ __forceinline__ CommOrder own_comm_order(const PersistentParams& params, Direction direction, int32_t pass) {
   constexpr Tiling kTiling = kHopperTiling;

@@ -34,7 +34,7 @@ __device__ __forceinline__ void init_barriers(SharedTile& shared) {
   ptx::fence_mbarrier_init();
 }
 
-// kSumChunks: pieces a lane that the sums of math warps have in flight. Each role asks anew for its parameters, and for
+// kSumChunks: of the sums of math warps, as in sum_rows. Each role asks anew for its parameters, and for
 // operands or bodies over them.
 template <int32_t kSumChunks, class Probe, class Launch, class MakeOperands, class MakeBodies>
 __device__ __forceinline__ void run_roles(const Launch& launch, Direction direction, const MakeOperands& make_operands,

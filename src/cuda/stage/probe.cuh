@@ -18,7 +18,6 @@ static_assert(trace_kind(CommTaskKind::kCombine) == WEFT_TRACE_COMBINE &&
 enum class ProbeSite : uint32_t { kTakeTask, kLoad, kMultiply, kAnnounceTile, kTakeTicket, kAnnouncePull, kCombine };
 
 struct NoProbe {
-  static constexpr bool kProbes = false;
   struct Span {};
   __device__ __forceinline__ explicit NoProbe(const PersistentParams&) {}
   __device__ __forceinline__ void delay(ProbeSite, int32_t) const {}
@@ -30,7 +29,6 @@ struct NoProbe {
 // only its place is kept in a register while the work runs.
 class Probe {
  public:
-  static constexpr bool kProbes = true;
   using Span = uint32_t;  // place of its record; 0: none
 
   __device__ __forceinline__ explicit Probe(const PersistentParams& params) : params_(params) {}
