@@ -244,6 +244,21 @@ def test_virtual_ranks_need_no_queue_of_the_driver_each() -> None:
     run_ranks(_in_one_queue, 1, timeout_s=TIMEOUT_S)
 
 
+def _late(_) -> None:
+    group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
+    ranks = Ranks([100, 200])
+    ranks.run(group, deadline_s=0.5)  # makes the layers
+    with pytest.raises(RuntimeError, match="rank 1 stalled in forward: .* written by rank 0"):
+        ranks.run_rank(group[1], 1, deadline_s=0.5)
+    with pytest.raises(RuntimeError, match="rank 1 had waited for its deadline and left this call"):
+        ranks.run_rank(group[0], 0, deadline_s=0.5)
+    torch.cuda.synchronize()
+
+
+def test_a_rank_that_has_left_is_not_launched_by_one_that_comes_late() -> None:
+    run_ranks(_late, 1, timeout_s=TIMEOUT_S)
+
+
 def test_more_ranks_than_a_machine_has_gpus_are_refused() -> None:
     reason = weft.supports(hidden=256, intermediate=128, num_experts=16, device="cuda", ep_size=16)
     assert "ep_size is 16; the CUDA backend takes up to 8 ranks" in reason
