@@ -28,8 +28,10 @@ def launch(num_ranks: int, script: str, *arguments: str | Path) -> list[float]:
         done = subprocess.run(
             list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment
         )
-        # Now and then a rank aborts so. Weft starts no thread in a process that is one rank of a
-        # phased layer; what torch starts is not tested here. All else is an error at once.
+        # Now and then a rank aborts so when its script is over: a thread of gloo, which
+        # destroy_process_group leaves running, gives back the tensor of the last collective while
+        # Python ends. It waits for the GIL, is ended there, and unwinds through a noexcept function
+        # of torch. All else is an error at once.
         if "terminate called without an active exception" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
