@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -174,9 +175,9 @@ int32_t weight_of(weft_status status) {
 }
 
 // Runs `call(rank_idx)` for n ranks of this process at once, each with the caller's current device; the status and
-// words that say most are the result.
-template <class Call>
-weft_status on_all_ranks(int32_t n, bool has_arrays, Call call) {
+// words that say most are the result. `group_of(rank_idx)` may be NULL.
+template <class Call, class GroupOf>
+weft_status on_all_ranks(int32_t n, bool has_arrays, Call call, GroupOf group_of) {
   weft_status worst = WEFT_OK;
   std::string worst_words;
   const weft_status launched = guarded([&] {
@@ -191,20 +192,36 @@ weft_status on_all_ranks(int32_t n, bool has_arrays, Call call) {
       worst_words = last_error;
     };
     const std::function<void()> set_device = current_device_setter();
+    std::string failure;
     std::vector<std::thread> threads;
-    for (int32_t rank_idx = 1; rank_idx < n; ++rank_idx) {
-      threads.emplace_back([&, rank_idx] {
-        set_device();
-        run(rank_idx);
-      });
+    threads.reserve(static_cast<size_t>(n));
+    try {
+      for (int32_t rank_idx = 1; rank_idx < n; ++rank_idx) {
+        threads.emplace_back([&, rank_idx] {
+          set_device();
+          run(rank_idx);
+        });
+      }
+      if (n > 0) run(0);
+    } catch (const std::system_error& error) {
+      const auto missing = static_cast<int32_t>(threads.size()) + 1;
+      failure = words("cannot start a thread for rank ", missing, " of ", n, ": ", error.what(),
+                      "; raise the limits of the process");
+      // The ranks without one tell the others, which would wait for them.
+      weft_refuse(group_of(0), failure.c_str(), kDefaultDeadline);
+      for (int32_t rank_idx = missing; rank_idx < n; ++rank_idx) {
+        weft_refuse(group_of(rank_idx), failure.c_str(), kDefaultDeadline);
+      }
     }
-    if (n > 0) run(0);
     for (std::thread& thread : threads) thread.join();
+    require(failure.empty(), WEFT_OUT_OF_MEMORY, failure);
   });
   if (launched != WEFT_OK) return launched;
   last_error = worst_words;
   return worst;
 }
+
+weft_group* group_of(const weft_layer* layer) { return layer != nullptr ? layer->group : nullptr; }
 
 }  // namespace
 }  // namespace weft
@@ -325,16 +342,22 @@ weft_status weft_group_max_tokens(weft_group* group, int64_t num_tokens, double 
 
 weft_status weft_layer_create_all(const weft_config* const* configs, weft_group* const* groups, int32_t n,
                                   weft_layer** layers) {
-  return on_all_ranks(n, configs && groups && layers,
-                      [&](int32_t rank) { return weft_layer_create(configs[rank], groups[rank], &layers[rank]); });
+  return on_all_ranks(
+      n, configs && groups && layers,
+      [&](int32_t rank) { return weft_layer_create(configs[rank], groups[rank], &layers[rank]); },
+      [&](int32_t rank) { return groups[rank]; });
 }
 
 weft_status weft_forward_all(weft_layer* const* layers, weft_forward_args* const* args, int32_t n) {
-  return on_all_ranks(n, layers && args, [&](int32_t rank) { return weft_forward(layers[rank], args[rank]); });
+  return on_all_ranks(
+      n, layers && args, [&](int32_t rank) { return weft_forward(layers[rank], args[rank]); },
+      [&](int32_t rank) { return group_of(layers[rank]); });
 }
 
 weft_status weft_backward_all(weft_layer* const* layers, weft_backward_args* const* args, int32_t n) {
-  return on_all_ranks(n, layers && args, [&](int32_t rank) { return weft_backward(layers[rank], args[rank]); });
+  return on_all_ranks(
+      n, layers && args, [&](int32_t rank) { return weft_backward(layers[rank], args[rank]); },
+      [&](int32_t rank) { return group_of(layers[rank]); });
 }
 
 }  // extern "C"

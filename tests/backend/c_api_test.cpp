@@ -402,6 +402,31 @@ TEST(OverlappedDeathTest, WithoutThreadsItSaysSoInWordsAndTheProcessLives) {
               "cannot start matrix worker [0-9]+ of 1024: .*; lower num_workers");
 }
 
+TEST(RanksDeathTest, WithoutThreadsTheySaySoInWordsAndTheProcessLives) {
+  constexpr int32_t kRanks = 64;
+  weft_group* groups[kRanks] = {};
+  ASSERT_EQ(weft_group_create_local(kRanks, groups), WEFT_OK) << weft_last_error();
+  weft_config configs[kRanks];
+  const weft_config* config_pointers[kRanks];
+  weft_layer* layers[kRanks] = {};
+  for (int32_t rank = 0; rank < kRanks; ++rank) {
+    configs[rank] = good_config();
+    configs[rank].num_experts = kRanks;
+    configs[rank].ep_size = kRanks;
+    configs[rank].ep_rank = rank;
+    config_pointers[rank] = &configs[rank];
+  }
+  const auto run_short_of_threads = [&] {
+    limit_address_space(int64_t{100} << 20);  // for some thread stacks, but not for 63
+    const weft_status status = weft_layer_create_all(config_pointers, groups, kRanks, layers);
+    std::fputs(weft_last_error(), stderr);
+    std::exit(status);
+  };
+  EXPECT_EXIT(run_short_of_threads(), ::testing::ExitedWithCode(WEFT_OUT_OF_MEMORY),
+              "cannot start a thread for rank [0-9]+ of 64: .*; raise the limits of the process");
+  for (weft_group* group : groups) weft_group_destroy(group);
+}
+
 // The stack grows within the address space too: what the call will need of it is there before the limit.
 void touch_stack() {
   volatile char pages[1 << 20];
