@@ -7,7 +7,6 @@
 #include <mutex>
 #include <new>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -193,7 +192,7 @@ weft_status on_all_ranks(int32_t n, bool has_arrays, Call call, GroupOf group_of
     };
     const std::function<void()> set_device = current_device_setter();
     std::string failure;
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;  // joined however this ends
     threads.reserve(static_cast<size_t>(n));
     try {
       for (int32_t rank_idx = 1; rank_idx < n; ++rank_idx) {
@@ -203,7 +202,7 @@ weft_status on_all_ranks(int32_t n, bool has_arrays, Call call, GroupOf group_of
         });
       }
       if (n > 0) run(0);
-    } catch (const std::system_error& error) {
+    } catch (const std::exception& error) {  // a thread, or the memory for it
       const auto missing = static_cast<int32_t>(threads.size()) + 1;
       failure = words("cannot start a thread for rank ", missing, " of ", n, ": ", error.what(),
                       "; raise the limits of the process");
@@ -213,7 +212,6 @@ weft_status on_all_ranks(int32_t n, bool has_arrays, Call call, GroupOf group_of
         weft_refuse(group_of(rank_idx), failure.c_str(), kDefaultDeadline);
       }
     }
-    for (std::thread& thread : threads) thread.join();
     require(failure.empty(), WEFT_OUT_OF_MEMORY, failure);
   });
   if (launched != WEFT_OK) return launched;

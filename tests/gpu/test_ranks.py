@@ -247,11 +247,11 @@ def test_virtual_ranks_need_no_queue_of_the_driver_each() -> None:
 def _late(_) -> None:
     group = weft.virtual_ep_group(2, device="cuda", max_tokens=512)
     ranks = Ranks([100, 200])
-    ranks.run(group, deadline_s=0.5)  # makes the layers
+    ranks.run(group, deadline_s=2.0)  # makes the layers
     with pytest.raises(RuntimeError, match="rank 1 stalled in forward: .* written by rank 0"):
-        ranks.run_rank(group[1], 1, deadline_s=0.5)
+        ranks.run_rank(group[1], 1, deadline_s=2.0)
     with pytest.raises(RuntimeError, match="rank 1 had waited for its deadline and left this call"):
-        ranks.run_rank(group[0], 0, deadline_s=0.5)
+        ranks.run_rank(group[0], 0, deadline_s=2.0)
     torch.cuda.synchronize()
 
 

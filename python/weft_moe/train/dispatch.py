@@ -224,7 +224,7 @@ class MegaMoeDispatch:
         self.dtype = layer.dtype
         self._moe = weft_moe.moe
         if layer.process_group is None:
-            # Not group=None, whose workspace would outlive the model.
+            # Not group=None, whose layers would outlive the model.
             self._group = weft_moe.virtual_ep_group(1, device=layer.device)
         else:
             self._group = weft_moe.ep_group(layer.process_group, device=layer.device)
