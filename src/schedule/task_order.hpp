@@ -434,7 +434,8 @@ class TaskOrder {
   WEFT_HD int32_t tasks_of_grid(int32_t m_tiles, int32_t n_tiles) const {
     return tiling_.pairs ? m_tiles / 2 * n_tiles + m_tiles % 2 * ceil_div(n_tiles, 2) : m_tiles * n_tiles;
   }
-  // m runs fastest inside an expert: neighbours in the order share the weight tile.
+  // m runs fastest inside an expert: neighbours in the order share the weight tile. Where rows of tiles are odd in
+  // number, the last one follows every two columns of the others, whose weights it takes.
   WEFT_HD MatrixTask task_in_stage(const Stage& stage, int32_t index) const {
     const int32_t first_n = n_begin(stage);
     const int32_t n_tiles = n_end(stage) - first_n;
@@ -446,12 +447,15 @@ class TaskOrder {
         if (!tiling_.pairs)
           return {stage.kind, TilePair::kNone, expert, first + index % m_tiles, first_n + index / m_tiles};
         const int32_t m_pairs = m_tiles / 2;
-        if (index < m_pairs * n_tiles) {
-          return {stage.kind, TilePair::kRows, expert, first + index % m_pairs * 2, first_n + index / m_pairs};
+        const int32_t two_columns = 2 * m_pairs + m_tiles % 2;
+        const int32_t column = index / two_columns * 2;
+        const int32_t columns = min_of(2, n_tiles - column);
+        index %= two_columns;
+        if (index < m_pairs * columns) {
+          return {stage.kind, TilePair::kRows, expert, first + index % m_pairs * 2, first_n + column + index / m_pairs};
         }
-        const int32_t n_tile = (index - m_pairs * n_tiles) * 2;
-        const TilePair pair = n_tile + 1 < n_tiles ? TilePair::kCols : TilePair::kNone;
-        return {stage.kind, pair, expert, first + m_tiles - 1, first_n + n_tile};
+        const TilePair pair = columns == 2 ? TilePair::kCols : TilePair::kNone;
+        return {stage.kind, pair, expert, first + m_tiles - 1, first_n + column};
       }
       index -= tasks;
     }
