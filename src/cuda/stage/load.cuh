@@ -17,21 +17,32 @@ struct LoadTile : TaskHead {
   int32_t first_row;
 };
 
-// One lane.
+// One lane. That of the cluster's first CTA asks for the next task, a few stages before it can load for it.
 template <class Operands>
 __device__ __forceinline__ void run_load(const Operands& operands, SharedTile& shared, uint32_t cta) {
   RingPosition<kTaskSlots> slot;
   RingPosition<kStages> stage;
+  const auto want_task = [&] {
+    if (cta == 0) ptx::mbarrier_arrive(&shared.task_wanted);
+  };
+  want_task();
   for (;;) {
     const TaskHead head = take_task(shared, slot);
     release_task(shared, slot);
     slot.advance();
     if (head.ends()) return;
-    if (head.ends_pass()) continue;
-    ptx::fence_proxy_async();  // the inputs were written by ordinary or bulk stores of other SMs
+    if (head.ends_pass()) {
+      want_task();
+      continue;
+    }
     const int32_t num_steps = operands.num_steps(head);
+    const int32_t num_extra = operands.num_extra(head);
+    const int32_t want_step = max_of(0, num_steps + num_extra - kClaimStages);
+    if (num_steps == 0) want_task();
+    ptx::fence_proxy_async();  // the inputs were written by ordinary or bulk stores of other SMs
     const LoadTile tile{head, operands.first_row(head)};
     for (int32_t step = 0; step < num_steps; ++step) {
+      if (step == want_step) want_task();
       ptx::mbarrier_wait(&shared.stage_empty[stage.index], stage.phase ^ 1);
       uint64_t* full = &shared.stage_full[stage.index];
       uint8_t* b = shared.b[stage.index];
@@ -53,7 +64,6 @@ __device__ __forceinline__ void run_load(const Operands& operands, SharedTile& s
       }
       stage.advance();
     }
-    const int32_t num_extra = operands.num_extra(head);
     for (int32_t n = 0; n < num_extra; ++n) {
       ptx::mbarrier_wait(&shared.stage_empty[stage.index], stage.phase ^ 1);
       operands.load_extra(shared.a[stage.index], shared.b[stage.index], &shared.stage_full[stage.index], tile, n);

@@ -1,9 +1,9 @@
 // The shape of a persistent kernel: which warp of which CTA takes which role.
 //
 //   warps   role        registers  waits for                             raises
-//   0       load        104        task_full, stage_empty                stage_full
-//   1       scheduler   104        rows_ready, z_ready, mid_ready,       task_full (first CTA of the cluster only)
-//                                  task_empty
+//   0       load        104        task_full, stage_empty                task_wanted, stage_full
+//   1       scheduler   104        task_wanted, rows_ready, z_ready,     task_full (first CTA of the cluster only)
+//                                  mid_ready, task_empty
 //   2-3     comm        104        out_ready, arrived                    rows_ready; arrived, or a row of the result
 //   4-11    math        200        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready
 //                                                                        and then, without tasks, as comm
@@ -27,6 +27,7 @@ __device__ __forceinline__ void init_barriers(SharedTile& shared) {
     ptx::mbarrier_init(&shared.stage_full[stage], 1);
     ptx::mbarrier_init(&shared.stage_empty[stage], kClusterCtas * kMathWarps);
   }
+  ptx::mbarrier_init(&shared.task_wanted, 1);
   for (int32_t slot = 0; slot < kTaskSlots; ++slot) {
     ptx::mbarrier_init(&shared.task_full[slot], 1);
     ptx::mbarrier_init(&shared.task_empty[slot], kClusterCtas * kTaskReaders);

@@ -1,5 +1,5 @@
-// Scheduling: one warp of a cluster takes tickets, waits until the inputs of a task are there, and hands each CTA its
-// tile, a task ahead of the one that is being multiplied.
+// Scheduling: one warp of a cluster takes a ticket when the next task is wanted, waits until the inputs of the task are
+// there, and hands each CTA its tile.
 #pragma once
 
 #include "cuda/launch/persistent.hpp"
@@ -110,6 +110,23 @@ __device__ __forceinline__ bool enter_pass(const PersistentParams& params, int32
   return __shfl_sync(~0U, open, 0);
 }
 
+// Claims the next ticket whose task is of this launch's phases; false when the pass has no more. Whole warp.
+template <class Probe>
+__device__ __forceinline__ bool claim_task(const PersistentParams& params, int32_t pass, const Probe& probe,
+                                           int32_t& ticket, MatrixTask& task) {
+  const int32_t first_task = params.table.pass_begin[pass];
+  const int32_t num_tasks = params.table.pass_begin[pass + 1] - first_task;
+  do {
+    probe.delay(ProbeSite::kTakeTask, ticket);
+    uint32_t claimed = 0;
+    if (threadIdx.x % 32 == 0) claimed = ptx::atom_add_relaxed_gpu(params.flags.banks[pass % kNumBanks].matrix_ticket, 1);
+    ticket = static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
+    if (ticket >= num_tasks) return false;
+    task = params.table.tasks[first_task + ticket];
+  } while ((matrix_phase(task.kind) & params.launch.phases) == 0);
+  return true;
+}
+
 // One warp of the first CTA of a cluster.
 template <class Probe>
 __device__ __forceinline__ void run_scheduler(const PersistentParams& params, SharedTile& shared, Direction direction,
@@ -117,30 +134,24 @@ __device__ __forceinline__ void run_scheduler(const PersistentParams& params, Sh
   const int32_t num_passes = end_pass(params);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   RingPosition<kTaskSlots> slot;
+  RingPosition<1> wanted;
   int32_t pass = params.launch.first_pass;
   int32_t ticket = 0;
   bool is_open = enter_pass(params, pass);
   for (;;) {
+    ptx::mbarrier_wait(&shared.task_wanted, wanted.phase);
+    wanted.advance();
     TaskHead head{};
     head.local_expert = TaskHead::kNoMoreTasks;
-    if (is_open) {
-      const int32_t first_task = params.table.pass_begin[pass];
-      probe.delay(ProbeSite::kTakeTask, ticket);
-      if (lane == 0) {
-        ticket = static_cast<int32_t>(ptx::atom_add_relaxed_gpu(params.flags.banks[pass % kNumBanks].matrix_ticket, 1));
-      }
-      ticket = __shfl_sync(~0U, ticket, 0);
-      if (ticket < params.table.pass_begin[pass + 1] - first_task) {
-        const MatrixTask task = params.table.tasks[first_task + ticket];
-        if ((matrix_phase(task.kind) & params.launch.phases) == 0) continue;
-        if (wait_inputs(params, direction, pass, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
-      } else if (pass + 1 < num_passes) {
-        head.local_expert = TaskHead::kPassEnds;
-        head.pass = static_cast<uint16_t>(pass);
-      }
+    MatrixTask task;
+    if (is_open && claim_task(params, pass, probe, ticket, task)) {
+      if (wait_inputs(params, direction, pass, task, ticket)) head = head_of(params.plan, task, pass, lane & 1);
+    } else if (is_open && pass + 1 < num_passes) {
+      head.local_expert = TaskHead::kPassEnds;
+      head.pass = static_cast<uint16_t>(pass);
     }
     ptx::mbarrier_wait(&shared.task_empty[slot.index], slot.phase ^ 1);
-    __syncwarp();  // before any lane fills the slot: the phase would pass by a lane that has yet to look
+    __syncwarp();  // before any lane fills the slot: the phases would pass by a lane that has yet to look
     if (lane < static_cast<int32_t>(kClusterCtas)) {
       ptx::hand_over_16(ptx::map_shared(&shared.tasks[slot.index], static_cast<uint32_t>(lane)),
                         ptx::map_shared(&shared.task_full[slot.index], static_cast<uint32_t>(lane)),

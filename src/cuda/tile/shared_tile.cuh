@@ -14,7 +14,10 @@ inline constexpr int32_t kTileK = 64;   // one 128-byte swizzle row of bf16
 inline constexpr int32_t kTileN = 256;  // columns of an accumulator: 256 of H or I, or 128 of gate and the same of up
 inline constexpr int32_t kGateUpCols = kTileN / 2;
 inline constexpr int32_t kStages = 4;
-inline constexpr int32_t kTaskSlots = 2;   // the scheduler runs at most this many tasks ahead
+inline constexpr int32_t kTaskSlots = 2;
+// A task is claimed when so many stages of the one before are left to load: enough to find it and to see its inputs
+// there. Claimed earlier, tasks that share a weight tile would start as far apart as what their clusters do first takes.
+inline constexpr int32_t kClaimStages = 6;
 inline constexpr int32_t kStoreCols = 64;  // a warp stores its rows 64 columns (128 bytes) at a time
 inline constexpr int32_t kStoreBuffers = 2;
 inline constexpr int32_t kMathWarps = 8;
@@ -47,6 +50,7 @@ struct SharedTile {
   TaskHead tasks[kTaskSlots];
   uint64_t stage_full[kStages];
   uint64_t stage_empty[kStages];
+  uint64_t task_wanted;  // used in the first CTA only
   uint64_t task_full[kTaskSlots];
   uint64_t task_empty[kTaskSlots];  // used in the first CTA only
 };
