@@ -65,10 +65,10 @@ def test_counts_pytest_and_ctest_reports(tmp_path: Path) -> None:
 
 
 def test_flops_are_the_layers_own() -> None:
-    """6 R H I forward, 12 backward, and 4 more to recompute gate and up."""
+    """6 R H I forward, 12 backward wherever its rows are, and 4 more to recompute gate and up."""
     shape, tokens = SHAPES["30b"], 16384
     unit = tokens * 8 * 2048 * 768
-    assert [shape.flops(direction, tokens) // unit for direction in DIRECTIONS] == [6, 12, 16]
+    assert [shape.flops(direction, tokens) // unit for direction in DIRECTIONS] == [6, 12, 12, 16]
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,15 @@ def test_record_and_plot(tmp_path: Path, rows: list[Row], monkeypatch: pytest.Mo
     assert record["sources_sha256"] == ledger.sources_sha256(ROOT)
     assert record["layer"] == layer and record["breakdown"] == breakdown
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_takes_a_record_without_a_direction(tmp_path: Path, rows: list[Row]) -> None:
+    layer = [row.as_dict() for row in rows if row.direction != "backward_saved"]
+    assert {row["direction"] for row in layer} == set(DIRECTIONS) - {"backward_saved"}
+    record = {"device": "a GPU", "date": "2026-01-01T00:00:00+00:00", "layer": layer}
+    path = tmp_path / "older.png"
+    ledger.plot(record, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_problem_is_the_same_again() -> None:

@@ -6,6 +6,7 @@ layer's own arithmetic (`Shape.flops`), so padding or repeated work lowers a fig
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,9 +22,13 @@ from .timing import REGIMES, Launch
 IMPLEMENTATIONS = {"unfused": "torch", "weft": "mega_moe"}
 BASELINE = "unfused"
 
-# Matrix products a direction does per routed row, each 2 * H * I FLOPs. Recomputing brings back
-# gate and up; the down projection is not needed again.
-_PRODUCTS = {"forward": 3, "backward": 6, "backward_recompute": 8}
+# Matrix products a direction does per routed row, each 2 * H * I FLOPs. What the three backwards
+# differ in is where they find the rows x and z = [gate; up] of their forward:
+#   backward            still in the workspace, as right behind the forward;
+#   backward_saved      z is what the forward saved, and x is brought again: other layers have used
+#                       the workspace since, as in training without checkpointing;
+#   backward_recompute  nowhere: both are made again. The down projection is not needed again.
+_PRODUCTS = {"forward": 3, "backward": 6, "backward_saved": 6, "backward_recompute": 8}
 DIRECTIONS = tuple(_PRODUCTS)
 
 # The longest wait of a virtual rank for another, in seconds: beyond any launch, yet a fault ends.
@@ -182,14 +187,19 @@ def _virtual_dispatch(
 
 def make_launch(direction: str, dispatch: Callable, problem: Problem) -> Launch:
     """One launch of a direction. That of a backward is prepared by its forward, as in training: a
-    backward finds rows in the workspace only right after, and only once."""
+    backward finds rows in the workspace only right after, and only once.
+
+    So `backward_saved` is prepared ahead, by two forwards or more. The backward of the oldest runs
+    first: it finds the rows of the latest in the workspace, and takes it over, so that no other
+    finds anything. One that is prepared alone would find its own rows."""
     if direction == "forward":
         return Launch(torch.no_grad()(lambda: dispatch(*problem.inputs)))
-    if direction == "backward":
-        forwards = []
+    if direction != "backward_recompute":
+        forwards: deque[Tensor | list[Tensor]] = deque()
         return Launch(
-            run=lambda: torch.autograd.grad(forwards.pop(), problem.leaves, problem.dy),
+            run=lambda: torch.autograd.grad(forwards.popleft(), problem.leaves, problem.dy),
             prepare=lambda: forwards.append(dispatch(*problem.inputs)),
+            ahead=direction == "backward_saved",
         )
     y = checkpoint(dispatch, *problem.inputs, use_reentrant=False, preserve_rng_state=False)
     return Launch(lambda: torch.autograd.grad(y, problem.leaves, problem.dy, retain_graph=True))
@@ -197,9 +207,10 @@ def make_launch(direction: str, dispatch: Callable, problem: Problem) -> Launch:
 
 def is_repeatable(direction: str, dispatch: Callable, problem: Problem) -> bool:
     """Whether two runs of a direction give the same bits: y, or every gradient."""
+    ready = make_launch(direction, dispatch, problem).prepared(2)
 
     def run() -> tuple[Tensor, ...]:
-        result = make_launch(direction, dispatch, problem)()
+        result = ready()
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
     return all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
