@@ -12,8 +12,9 @@
 //   matrix  gate_up         rows_ready[block] == its rows               mid_ready[block] += 1
 //           down            mid_ready[block] == gate_up tiles           out_ready[block] += 1
 //           down_dgrad      rows_ready[block] == its rows               mid_ready[block] += 1
-//           gate_up_dgrad   mid_ready[block] == down_dgrad tiles        out_ready[block] += 1
-//           wgrads          mid_ready of all blocks of the expert       (the gradient tile is complete)
+//           gate_up_dgrad   mid_ready[block] == down_dgrad tiles,       out_ready[block] += 1
+//                           dy_read[expert] == down_wgrad tiles
+//           wgrads          mid_ready of all blocks of the expert       down: dy_read[expert] += 1, if there are dx
 //   leader  one worker of the rank: meets the other ranks between passes, clears the bank of the next pass
 #pragma once
 
@@ -21,6 +22,7 @@
 
 #include "protocol/gate.hpp"
 #include "protocol/rank_barrier.hpp"
+#include "schedule/phases.hpp"
 #include "schedule/routing.hpp"
 #include "schedule/task_order.hpp"
 
@@ -111,12 +113,9 @@ class Worker {
     for (int32_t pass = 0; pass < num_passes; ++pass) {
       if (!enter_pass(pass, true)) return false;
       const TaskOrder order(launch_.plan, launch_.direction, pass, launch_.num_own_tokens, launch_.work);
-      const int32_t num_pulls = order.comm().num_pull_tasks() + 1;
-      if (!run_comm_range(order, 0, num_pulls)) return false;
-      for (int32_t kind = 0; kind < kNumTaskKinds; ++kind) {
-        if (!run_matrix_kind(order, static_cast<TaskKind>(kind))) return false;
+      for (const PhaseMask phase : phases_of(launch_.direction)) {
+        if (!run_comm_phase(order, phase) || !run_matrix_phase(order, phase)) return false;
       }
-      if (!run_comm_range(order, num_pulls, order.comm().num_tasks())) return false;
       if (!leave_pass(pass, true)) return false;
     }
     return true;
@@ -140,17 +139,18 @@ class Worker {
   }
 
  private:
-  bool run_comm_range(const TaskOrder& order, int32_t begin, int32_t end) {
-    for (int32_t ticket = begin; ticket < end; ++ticket) {
+  bool run_comm_phase(const TaskOrder& order, PhaseMask phase) {
+    const TicketRange tickets = comm_tickets(order.comm(), phase);
+    for (int32_t ticket = tickets.begin; ticket < tickets.end; ++ticket) {
       if (!run_comm_task(order, order.comm().task(ticket), ticket)) return false;
     }
     return true;
   }
-  bool run_matrix_kind(const TaskOrder& order, TaskKind kind) {
+  bool run_matrix_phase(const TaskOrder& order, PhaseMask phase) {
     const int32_t num_tasks = order.num_matrix_tasks();
     for (int32_t ticket = 0; ticket < num_tasks; ++ticket) {
       const MatrixTask task = order.matrix_task(ticket);
-      if (task.kind == kind && !run_matrix_task(order, task, ticket)) return false;
+      if (matrix_phase(task.kind) == phase && !run_matrix_task(order, task, ticket)) return false;
     }
     return true;
   }
@@ -296,6 +296,9 @@ class Worker {
     if (!wait_inputs(order, task, ticket)) return false;
     memory_.fence_async_proxy();
     bodies_.matrix(order, task, memory_);
+    if (task.kind == TaskKind::kDownWgrad && order.num_dy_readers() > 0) {
+      memory_.release_add(&flags(order).dy_read[task.local_expert], 1, Scope::kRank);
+    }
     if (is_wgrad(task.kind)) return true;
     memory_.wait_copies();
     const bool makes_mid = task.kind == TaskKind::kGateUp || task.kind == TaskKind::kDownDgrad;
@@ -313,8 +316,11 @@ class Worker {
                           {wait_task(task.kind), ticket, FlagKind::kRowsReady, block, -1});
       }
       case TaskKind::kDown:
-      case TaskKind::kGateUpDgrad:
         return wait_mid(order, task.m_tile, wait_task(task.kind), ticket);
+      case TaskKind::kGateUpDgrad:
+        return wait_mid(order, task.m_tile, wait_task(task.kind), ticket) &&
+               gate_.wait(&flags(order).dy_read[task.local_expert], static_cast<uint32_t>(order.num_dy_readers()),
+                          Scope::kRank, {wait_task(task.kind), ticket, FlagKind::kDyRead, task.local_expert, -1});
       case TaskKind::kDownWgrad:
       case TaskKind::kGateUpWgrad: {
         const BlockRange blocks = order.blocks(task.local_expert);

@@ -326,6 +326,12 @@ class TaskOrder {
     return static_cast<int32_t>(ceil_div<int64_t>(rows, kBlockRows));
   }
 
+  // Tiles of down_wgrad that read an expert's rows of dy, which its dx rows then replace.
+  WEFT_HD int32_t num_dy_readers() const {
+    if (!work_.dgrad || !work_.down_wgrad) return 0;
+    return wgrad_m_tiles(TaskKind::kDownWgrad) * num_n_tiles(TaskKind::kDownWgrad);
+  }
+
   // A weight gradient is made in every pass in which its expert has blocks. An expert without rows has its turn too, in
   // exactly one pass: its gradient is zero, and somebody must write that.
   WEFT_HD bool makes_wgrad(int32_t local_expert) const {

@@ -106,8 +106,8 @@ TEST(Workspace, TakesTheBytesThatTheGuideSays) {
     return bytes_of(shape, Direction::kBackward) - bytes_of(shape, Direction::kForward) - table_bytes(shape);
   };
   const int64_t carried = 24 * intermediate * hidden;
-  EXPECT_EQ(extra(kShape), rows * (2 * hidden + 4 * intermediate + 4 * 3) + carried);
-  EXPECT_EQ(extra(one_pass), one_pass.capacity_rows() * (2 * hidden + 4 * intermediate + 4 * 3));
+  EXPECT_EQ(extra(kShape), rows * (4 * intermediate + 4 * 3) + carried);
+  EXPECT_EQ(extra(one_pass), one_pass.capacity_rows() * (4 * intermediate + 4 * 3));
 }
 
 TEST(Roll, LaunchesTheCallsOfItsRanksInOrder) {

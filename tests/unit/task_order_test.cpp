@@ -178,6 +178,7 @@ TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
     std::map<int32_t, int32_t> z_ready;
     std::map<int32_t, int32_t> mid_ready;
     std::map<int32_t, int32_t> out_ready;
+    std::map<int32_t, int32_t> dy_read;
     for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
       for_each_tile(order.matrix_task(ticket), [&](const MatrixTask& task) {
         switch (task.kind) {
@@ -191,6 +192,7 @@ TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
           case TaskKind::kDown:
           case TaskKind::kGateUpDgrad:
             ASSERT_EQ(mid_ready[order.physical_block(task.m_tile)], mid_tiles) << "task " << ticket;
+            ASSERT_EQ(dy_read[task.local_expert], order.num_dy_readers()) << "task " << ticket;
             ++out_ready[order.physical_block(task.m_tile)];
             break;
           case TaskKind::kDownWgrad:
@@ -199,6 +201,7 @@ TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
             for (int32_t block = blocks.begin; block < blocks.end; ++block) {
               ASSERT_EQ(mid_ready[order.physical_block(block)], mid_tiles) << "task " << ticket;
             }
+            dy_read[task.local_expert] += task.kind == TaskKind::kDownWgrad && call.work.dgrad ? 1 : 0;
             break;
           }
         }

@@ -3,8 +3,9 @@
 //   task            operands                    epilogue                                       waits for    raises
 //   gate_up         x pool, W_gate and W_up     z, where dz will be                            rows_ready   z_ready
 //   down_dgrad      dy pool, W_down             SwiGLU', router weight; dz, a', parts of dw    rows_ready   mid_ready
-//   gate_up_dgrad   dz pool, W_gate and W_up    dx rows                                        mid_ready    out_ready
-//   down_wgrad      dy pool, a' pool            dW_down                                        mid_ready    -
+//   gate_up_dgrad   dz pool, W_gate and W_up    dx rows, in the place of dy                    mid_ready,   out_ready
+//                                                                                              dy_read
+//   down_wgrad      dy pool, a' pool            dW_down                                        mid_ready    dy_read
 //   gate_up_wgrad   dz pool, x pool             dW_gate, dW_up                                 mid_ready    -
 //
 // z of a down_dgrad tile comes through the ring of stages behind the tile's last step, and dz goes out from there.

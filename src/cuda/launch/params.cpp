@@ -152,7 +152,7 @@ BackwardParams LaunchParams::backward(const Workspace& workspace, const weft_bac
 
   BackwardParams params{};
   fill(params, workspace, peers, choice);
-  params.dy = pool_map_in_parts(workspace.dy, hidden, 1, kBoxRows);
+  params.dy = pool_map_in_parts(workspace.rows, hidden, 1, kBoxRows);
   params.x = pool_map(workspace.x, hidden, kBoxRows);
   params.x_rows = pool_map_in_parts(workspace.x, hidden, 1, kBoxRows);
   params.z_in_passes = pool_map_in_parts(workspace.dz, intermediate, 2, kBlockRows);
@@ -173,11 +173,12 @@ BackwardParams LaunchParams::backward(const Workspace& workspace, const weft_bac
   if (choice.work.down_wgrad) {
     params.ddown = weight_map(args.ddown, hidden, intermediate, down_stride, 16, "ddown", args.grad_dtype);
   }
-  params.pulls[0] = row_pull(peers.dy, workspace.dy);
+  params.pulls[0] = row_pull(peers.dy, workspace.rows);
   params.pulls[1] = row_pull(peers.x, workspace.x);
   const bool needs_x = choice.work.gate_up_wgrad || choice.work.recompute == Recompute::kAlways;
   params.num_pulls = needs_x && args.source != WEFT_SOURCE_WORKSPACE ? 2 : 1;
   params.num_pulls_in_passes = 2;
+  params.num_dy_readers = task_bounds(shape, choice).num_dy_readers();
   params.rows = choice.work.dgrad ? workspace.rows : nullptr;
   params.result = static_cast<Bf16*>(args.dx);
   params.dw_parts = workspace.dw_partial;

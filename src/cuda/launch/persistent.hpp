@@ -45,6 +45,7 @@ struct PersistentParams {
   int32_t num_pulls;            // the first so many, in a call of one pass
   int32_t num_pulls_in_passes;  // in one of several, where a pool holds the rows of the last pass only
   Recompute recompute;          // backward: of z, as in Work
+  int32_t num_dy_readers;       // backward: tiles that raise dy_read of an expert, for dx rows that take dy's place
 
   bool combine;                      // whether anything goes home to the tokens
   const Bf16* rows;                  // [capacity, H] o or dx of pool rows, which combine sums; null: not wanted

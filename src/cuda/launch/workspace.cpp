@@ -15,7 +15,6 @@ Workspace carve_workspace(Carver& carver, const LayerShape& shape, Direction dir
   if (shape.max_passes() > 1) workspace.token_sum = carver.take<float>(shape.max_tokens * shape.hidden);
   if (direction == Direction::kForward) return workspace;
   workspace.backward_table = carve_task_table(carver, shape, backward_choice(kWholeBackward));
-  workspace.dy = carver.take<Bf16>(rows * shape.hidden);
   workspace.dz = carver.take<Bf16>(rows * 2 * shape.intermediate);
   workspace.dw_partial = carver.take<float>(rows * num_dw_tiles(shape));
   if (shape.max_passes() > 1) {

@@ -26,12 +26,11 @@ struct Workspace {
   TaskTable forward_table;
   Bf16* x;           // [capacity, H]
   Bf16* act;         // [capacity, I] a' = w silu(g) u
-  Bf16* rows;        // [capacity, H] o in forward, dx rows in backward
+  Bf16* rows;        // [capacity, H] o in forward; in backward dy and, where that has been read, dx rows
   float* token_sum;  // [max_tokens, H] sums of own tokens, between passes
 
   // Of a backward only, and so behind all that a forward needs.
   TaskTable backward_table;
-  Bf16* dy;             // [capacity, H]
   Bf16* dz;             // [capacity, 2, I]; before, z that is made again
   float* dw_partial;    // [capacity, num_dw_tiles]
   float2* wgrad_carry;  // [2, num_wgrad_tiles, tile] sums of experts that straddle passes

@@ -138,6 +138,7 @@ struct BackwardBodies {
   __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
     const PassFlags& flags = params.flags.banks[head.pass % kNumBanks];
     const int32_t block = head.m_tile % params.plan.shape.capacity_blocks;
+    if (head.kind == TaskKind::kDownWgrad && params.num_dy_readers > 0) return &flags.dy_read[head.local_expert];
     if (head.kind == TaskKind::kGateUp) return &flags.z_ready[block];
     if (head.kind == TaskKind::kDownDgrad) return &flags.mid_ready[block];
     return head.kind == TaskKind::kGateUpDgrad ? &flags.out_ready[block] : nullptr;

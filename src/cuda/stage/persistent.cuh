@@ -3,9 +3,10 @@
 //   warps   role        registers  waits for                             raises
 //   0       load        104        task_full, stage_empty                task_wanted, stage_full
 //   1       scheduler   104        task_wanted, rows_ready, z_ready,     task_full (first CTA of the cluster only)
-//                                  mid_ready, task_empty
+//                                  mid_ready, dy_read, task_empty
 //   2-3     comm        104        out_ready, arrived                    rows_ready; arrived, or a row of the result
-//   4-11    math        200        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready
+//   4-11    math        200        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready,
+//                                                                        dy_read
 //                                                                        and then, without tasks, as comm
 //
 // A launch runs the phases and passes that its parameters name: all, or one phase at a time on the phased path, where

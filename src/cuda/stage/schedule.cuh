@@ -29,6 +29,9 @@ __device__ __forceinline__ uint32_t mid_target(const LayerShape& shape, Directio
   if (direction == Direction::kForward) return z_target(shape);
   return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), kTileN) * kMathWarps);
 }
+__device__ __forceinline__ uint32_t dy_target(const PersistentParams& params) {
+  return static_cast<uint32_t>(params.num_dy_readers * kMathWarps);
+}
 __device__ __forceinline__ int32_t part_begin_tile(const LayerShape& shape, int32_t part, int32_t num_parts) {
   return part_begin(ceil_div(static_cast<int32_t>(shape.hidden), kTileN), part, num_parts);
 }
@@ -58,12 +61,15 @@ __device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Dire
     begin = max_of(plan.expert_block_begin[task.local_expert], window_begin);
     end = min_of(plan.expert_block_begin[task.local_expert + 1], window_begin + plan.shape.capacity_blocks);
   }
+  const WaitTask waiter{static_cast<int32_t>(WaitTask::kGateUp) + static_cast<int32_t>(task.kind)};
   bool ready = true;
   for (int32_t block = begin + lane; block < end && ready; block += 32) {
     const int32_t physical = block % plan.shape.capacity_blocks;
-    const WaitSite site{WaitTask{static_cast<int32_t>(WaitTask::kGateUp) + static_cast<int32_t>(task.kind)}, ticket,
-                        flag, physical, -1};
-    ready = wait_counter(params, &counters[physical], target, site);
+    ready = wait_counter(params, &counters[physical], target, {waiter, ticket, flag, physical, -1});
+  }
+  if (task.kind == TaskKind::kGateUpDgrad && lane == 31) {
+    ready = wait_counter(params, &flags.dy_read[task.local_expert], dy_target(params),
+                         {waiter, ticket, FlagKind::kDyRead, task.local_expert, -1});
   }
   return __all_sync(~0U, ready);
 }
@@ -119,7 +125,8 @@ __device__ __forceinline__ bool claim_task(const PersistentParams& params, int32
   do {
     probe.delay(ProbeSite::kTakeTask, ticket);
     uint32_t claimed = 0;
-    if (threadIdx.x % 32 == 0) claimed = ptx::atom_add_relaxed_gpu(params.flags.banks[pass % kNumBanks].matrix_ticket, 1);
+    if (threadIdx.x % 32 == 0)
+      claimed = ptx::atom_add_relaxed_gpu(params.flags.banks[pass % kNumBanks].matrix_ticket, 1);
     ticket = static_cast<int32_t>(__shfl_sync(~0U, claimed, 0));
     if (ticket >= num_tasks) return false;
     task = params.table.tasks[first_task + ticket];
