@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -12,12 +13,14 @@
 namespace weft_torch {
 namespace {
 
-std::mutex mutex;
+std::mutex mutex;  // of all that is kept here
 
 Debug& current() {
   static Debug& debug = *new Debug;  // never destroyed: its tensor's device may be gone when the process ends
   return debug;
 }
+
+std::array<int64_t, 3> num_backwards{};  // by weft_backward_source
 
 uint32_t narrow(int64_t value, const char* name) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
@@ -56,12 +59,25 @@ void set_debug(int64_t schedule, int64_t skipped_phases, std::optional<Tensor> t
   current() = std::move(debug);
 }
 
+void count_backward(weft_backward_source source) {
+  const std::lock_guard lock(mutex);
+  ++num_backwards.at(source);
+}
+
+std::tuple<int64_t, int64_t, int64_t> backward_sources() {
+  const std::lock_guard lock(mutex);
+  return {num_backwards[WEFT_SOURCE_SAVED], num_backwards[WEFT_SOURCE_WORKSPACE],
+          num_backwards[WEFT_SOURCE_RECOMPUTED]};
+}
+
 }  // namespace weft_torch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(weft, library) {
   library.def("set_debug(int schedule, int skipped_phases, Tensor? trace, int max_delay_ns, int delay_seed) -> ()");
+  library.def("backward_sources() -> (int saved, int workspace, int recomputed)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, library) {
   library.impl("set_debug", TORCH_BOX(&weft_torch::set_debug));
+  library.impl("backward_sources", TORCH_BOX(&weft_torch::backward_sources));
 }

@@ -1,5 +1,6 @@
 // What tools ask of the calls of this process (include/weft/debug.h, and the schedule), set by one op for all that
-// follow: a backward runs on a thread of autograd's own, and its op was recorded before.
+// follow, and the count of backwards by their source. Both are the process's: a backward runs on a thread of autograd's
+// own, and its op was recorded before.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -7,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <tuple>
 
 #include "weft/weft.h"
 
@@ -28,5 +30,11 @@ Debug debug_of_call();
 // Throws std::invalid_argument.
 void set_debug(int64_t schedule, int64_t skipped_phases, std::optional<torch::stable::Tensor> trace,
                int64_t max_delay_ns, int64_t delay_seed);
+
+// Counts one backward of one rank, which went this way. Safe on any thread.
+void count_backward(weft_backward_source source);
+
+// How many were counted since the process began, in the order of weft_backward_source: saved, workspace, recomputed.
+std::tuple<int64_t, int64_t, int64_t> backward_sources();
 
 }  // namespace weft_torch

@@ -352,6 +352,7 @@ void backward(Tensors dy, Tensors x, Tensors topk_idx, Tensors topk_weights, Ten
     }
   });
   call.run(weft_backward_all, args);
+  for (const weft_backward_args& of_rank : args) count_backward(of_rank.source);
 }
 
 }  // namespace

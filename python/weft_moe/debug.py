@@ -1,4 +1,5 @@
-"""What tools and tests ask of the layer's calls: another schedule, phases left out, a trace, delays.
+"""What tools and tests ask of the layer's calls: another schedule, phases left out, a trace, delays;
+and where backwards found the rows of their forward.
 
 For the whole process, as a backward runs on a thread of autograd's own. Phases, traces and delays
 are of the GPU (include/weft/debug.h has the words); a call that asks for none of them runs kernels
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from . import library
 
-# weft_schedule of include/weft/weft.h, weft_phase and weft_trace_kind of include/weft/debug.h.
+# weft_schedule and weft_backward_source of include/weft/weft.h, weft_phase and weft_trace_kind of
+# include/weft/debug.h.
 SCHEDULES = {"auto": 0, "overlapped": 1, "phased": 2}
 PHASES = {
     "pull": 1,
@@ -43,6 +45,7 @@ TRACE_KINDS = (
     "load",
 )
 MATRIX_KINDS = TRACE_KINDS[:6]
+BACKWARD_SOURCES = ("saved", "workspace", "recomputed")
 
 
 @dataclass(frozen=True)
@@ -129,3 +132,22 @@ def debugging(
     finally:
         _debug = outer
         torch.ops.weft.set_debug(*_debug)
+
+
+def backward_sources() -> dict[str, int]:
+    """How many backwards went which way since this process began, by where they found the rows of
+    x and z = [gate; up] of their forward:
+
+    * "workspace": both still lay in the workspace, as right behind the forward. Nothing is brought
+      or computed again.
+    * "saved": z is what the forward saved (save="gate_up"), and x is brought again: another call
+      has used the workspace since. On a GPU a call in several passes is counted here too, though
+      there is room to save one pass only and z is computed again: the host does not know how many
+      passes the routing takes.
+    * "recomputed": x is brought again and z computed again: save="inputs", or on the CPU a call in
+      several passes.
+
+    A call counts once for each rank that it runs, and not at all where it raises an error. What a
+    captured graph replays is not counted again.
+    """
+    return dict(zip(BACKWARD_SOURCES, torch.ops.weft.backward_sources(), strict=True))

@@ -25,6 +25,7 @@ ROW = Row(
     unfused_ms=None,
     speedup=None,
     repeatable=True,
+    source=None,
 )
 
 

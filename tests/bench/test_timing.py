@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft_moe.bench import timing
-from weft_moe.bench.layer import SHAPES, Problem, dispatch_for, is_repeatable, make_launch
+from weft_moe.bench import layer, timing
+from weft_moe.bench.layer import (
+    SHAPES,
+    Case,
+    Problem,
+    dispatch_for,
+    is_repeatable,
+    make_launch,
+    measure,
+)
 from weft_moe.bench.timing import REGIMES, Launch
+from weft_moe.debug import backward_sources
 
 CPU = torch.device("cpu")
 
@@ -149,39 +158,23 @@ def test_forwards_that_are_run_ahead_are_released_one_by_one(
     assert alive == [3 + 1, 2, 1, 0]
 
 
-def noting_sources(launch: Launch, problem: Problem, sources: list[str]) -> Launch:
-    """The launch, of which each run notes where it found the rows of its forward.
-
-    x is zeroed behind each forward, unseen by autograd. So the gradient of gate_up, dz^T x, is zero
-    where x was brought again; and that of down, (w silu(g) u)^T dy, where z = [g; u] was made again.
-    """
-    ep_size = problem.ep_size
-    xs = [x.data for x in problem.leaves[:ep_size]]
-    values = [x.clone() for x in xs]
-
-    def prepare() -> None:
-        for x, value in zip(xs, values, strict=True):
-            x.copy_(value)
-        launch.prepare()
-        for x in xs:
-            x.zero_()
+def noting_sources(launch: Launch, sources: list[dict[str, int]]) -> Launch:
+    """The launch, of which each run notes how many backwards of a rank went which way."""
 
     def run() -> None:
-        gradients = launch.run()
-        dgate_up, ddown = gradients[2 * ep_size : 3 * ep_size], gradients[3 * ep_size :]
-        if any(gradient.any() for gradient in dgate_up):
-            sources.append("workspace")
-        else:
-            sources.append("saved" if any(gradient.any() for gradient in ddown) else "inputs")
+        before = backward_sources()
+        launch.run()
+        grown = {way: count - before[way] for way, count in backward_sources().items()}
+        sources.append({way: count for way, count in grown.items() if count})
 
-    return replace(launch, run=run, prepare=prepare)
+    return replace(launch, run=run)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize(
     ("direction", "source"),
-    [("backward", "workspace"), ("backward_saved", "saved"), ("backward_recompute", "inputs")],
+    [("backward", "workspace"), ("backward_saved", "saved"), ("backward_recompute", "recomputed")],
 )
 def test_every_timed_backward_finds_the_rows_of_its_forward_in_one_place(
     direction: str, source: str, regime: str, ep_size: int, monkeypatch: pytest.MonkeyPatch
@@ -189,9 +182,64 @@ def test_every_timed_backward_finds_the_rows_of_its_forward_in_one_place(
     monkeypatch.setattr(timing, "_STEADY_WARM_UP_S", 0.0)
     problem = Problem(SHAPES["tiny"], 32, "fp32", CPU, ep_size=ep_size)
     launch = make_launch(direction, dispatch_for("weft", problem, direction), problem)
-    sources: list[str] = []
-    REGIMES[regime](noting_sources(launch, problem, sources), CPU)
-    assert sources == [source] * {"burst": 3 * 7, "steady": 25}[regime]
+    sources: list[dict[str, int]] = []
+    REGIMES[regime](noting_sources(launch, sources), CPU)
+    assert sources == [{source: ep_size}] * {"burst": 3 * 7, "steady": 25}[regime]
+
+
+@pytest.mark.parametrize("ep_size", [1, 2], ids=["one rank", "two ranks"])
+def test_a_row_tells_which_way_its_timed_backwards_went(
+    ep_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A steady warm-up, which is not counted, takes two launches: each is prepared alone, so that
+    # a backward_saved finds its own rows in the workspace.
+    ticks = itertools.count()
+    fake = SimpleNamespace(perf_counter=lambda: 0.3 * next(ticks), sleep=lambda _: None)
+    monkeypatch.setattr(timing, "time", fake)
+    notes: list[str] = []
+    rows = measure(
+        Case("tiny", 32, ep=ep_size), precision="fp32", device=CPU, dense_size=64, note=notes.append
+    )
+    sources = {
+        (row.implementation, row.direction, row.regime): row.as_dict()["source"] for row in rows
+    }
+    expected = {
+        "forward": None,
+        "backward": "workspace",
+        "backward_saved": "saved",
+        "backward_recompute": "recomputed",
+    }
+    for regime in REGIMES:
+        for direction, source in expected.items():
+            assert sources.pop(("weft", direction, regime)) == source
+    assert not any(sources.values()), "the unfused layer has no source"
+    assert not any("different ways" in note for note in notes)
+
+
+def test_a_row_whose_backwards_went_different_ways_tells_none_and_a_note_tells_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make_uneven_launch(direction: str, dispatch: Callable, problem: Problem) -> Launch:
+        """Behind every third forward another one takes the workspace, before the backward."""
+        launch = make_launch(direction, dispatch, problem)
+        turns = itertools.cycle([False, False, True])
+
+        def prepare() -> None:
+            launch.prepare()
+            if next(turns):
+                dispatch(*problem.inputs)
+
+        return replace(launch, prepare=prepare)
+
+    monkeypatch.setattr(layer, "make_launch", make_uneven_launch)
+    notes: list[str] = []
+    case = Case("tiny", 32, ("backward",))
+    options = dict(precision="fp32", device=CPU, regimes=("burst",), dense_size=64)
+    rows = list(measure(case, note=notes.append, **options))
+    assert [row.source for row in rows] == [None, None]
+    assert notes[1:] == [
+        "tiny: weft backward, burst: backwards went different ways: 7 saved, 14 workspace"
+    ]
 
 
 def test_two_runs_that_are_compared_take_what_was_saved() -> None:

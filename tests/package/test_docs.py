@@ -18,7 +18,12 @@ def build(source: Path, output: Path) -> tuple[int, str]:
 def test_reference_builds_without_a_warning(tmp_path: Path, root: Path) -> None:
     assert build(root / "docs/api", tmp_path) == (0, "")
     page = (tmp_path / "index.html").read_text()
-    for name in ("weft_moe.moe", "weft_moe.MoE.route", "weft_moe.state_dict.slice_experts"):
+    for name in (
+        "weft_moe.moe",
+        "weft_moe.MoE.route",
+        "weft_moe.debug.backward_sources",
+        "weft_moe.state_dict.slice_experts",
+    ):
         assert f'id="{name}"' in page
     assert 'href="#weft_moe.ep_group"' in page
 

@@ -285,7 +285,8 @@ def _measure(
     """Measure case after case; print and yield each row as it comes."""
     console.print(
         f"{'implementation':<15}{'shape':<6}{'ep':>2}{'tokens':>7}  {'precision':<10}{'direction':<19}"
-        f"{'regime':<8}{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  repeatable"
+        f"{'regime':<8}{'ms':>9}{'TFLOP/s':>10}{'dense':>9}{'share':>8}{'speedup':>9}  "
+        f"{'repeatable':<12}source"
     )
     for case in cases:
         for row in measure(
@@ -296,7 +297,7 @@ def _measure(
                 f"{row.implementation:<15}{row.shape:<6}{row.ep:>2}{row.tokens_per_rank:>7}  "
                 f"{row.precision:<10}{row.direction:<19}{row.regime:<8}{row.ms:>9.3f}"
                 f"{row.tflops:>10.4g}{row.dense_tflops:>9.4g}{row.share_of_dense:>8.1%}"
-                f"{speedup:>9}  {'yes' if row.repeatable else 'no'}"
+                f"{speedup:>9}  {'yes' if row.repeatable else 'no':<12}{row.source or '-'}"
             )
             yield row
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -88,6 +88,9 @@ class Row:
     unfused_ms: float | None  # None where the unfused layer cannot run the case
     speedup: float | None
     repeatable: bool
+    # Which way Weft's timed backwards went, a name of `weft_moe.debug.backward_sources`. None for a
+    # forward, for the unfused layer, and where they went different ways.
+    source: str | None
 
     def as_dict(self) -> dict[str, object]:
         """The row with its figures rounded to five digits, more than repeat."""
@@ -205,6 +208,39 @@ def make_launch(direction: str, dispatch: Callable, problem: Problem) -> Launch:
     return Launch(lambda: torch.autograd.grad(y, problem.leaves, problem.dy, retain_graph=True))
 
 
+@dataclass(frozen=True)
+class SourcedLaunch(Launch):
+    """A launch of Weft's layer that tells which way its timed backwards went. Those are the ones
+    since a regime first asked for several at once with `prepared`: what it runs one by one before
+    warms the device up, and there a `backward_saved` finds its own rows, prepared alone."""
+
+    _before: dict[str, int] = field(default_factory=dict, init=False)
+
+    def prepared(self, count: int) -> Launch:
+        if not self._before:
+            self._before.update(_backward_sources())
+        return super().prepared(count)
+
+    def sources(self) -> dict[str, int]:
+        """How many of these backwards of a rank went each way, without the ways that none went."""
+        grown = {way: count - self._before[way] for way, count in _backward_sources().items()}
+        return {way: count for way, count in grown.items() if count > 0}
+
+
+def _backward_sources() -> dict[str, int]:
+    from ..debug import backward_sources  # needs the compiled extension
+
+    return backward_sources()
+
+
+def time_and_sources(
+    launch: Launch, time_ms: Callable[[Launch, torch.device], float], device: torch.device
+) -> tuple[float, dict[str, int]]:
+    """Milliseconds of a launch of Weft's layer, and `SourcedLaunch.sources` of it."""
+    sourced = SourcedLaunch(launch.run, launch.prepare, launch.ahead)
+    return time_ms(sourced, device), sourced.sources()
+
+
 def is_repeatable(direction: str, dispatch: Callable, problem: Problem) -> bool:
     """Whether two runs of a direction give the same bits: y, or every gradient."""
     ready = make_launch(direction, dispatch, problem).prepared(2)
@@ -243,7 +279,8 @@ def measure(
         device: where.
         regimes: which to measure.
         dense_size: rows and columns of the dense product.
-        note: told what is left out and why, and how even the routing is.
+        note: told what is left out and why, how even the routing is, and of timed backwards that
+            went different ways.
     """
     problem = Problem(SHAPES[case.shape], case.tokens_per_rank, precision, device, ep_size=case.ep)
     counts = problem.rows_per_expert()
@@ -275,9 +312,18 @@ def measure(
             flops = problem.shape.flops(direction, case.ep * case.tokens_per_rank)
             unfused_ms = None
             for implementation, dispatch in dispatches[direction].items():
-                ms = time_ms(make_launch(direction, dispatch, problem), device)
+                launch = make_launch(direction, dispatch, problem)
                 if implementation == BASELINE:
-                    unfused_ms = ms
+                    unfused_ms = ms = time_ms(launch, device)
+                    sources = {}
+                else:
+                    ms, sources = time_and_sources(launch, time_ms, device)
+                if len(sources) > 1:
+                    ways = ", ".join(f"{count} {way}" for way, count in sources.items())
+                    note(
+                        f"{case.shape}: {implementation} {direction}, {regime}: backwards went "
+                        f"different ways: {ways}"
+                    )
                 yield Row(
                     implementation=implementation,
                     shape=case.shape,
@@ -294,4 +340,5 @@ def measure(
                     unfused_ms=unfused_ms,
                     speedup=None if unfused_ms is None else unfused_ms / ms,
                     repeatable=repeatable[direction, implementation],
+                    source=next(iter(sources)) if len(sources) == 1 else None,
                 )
