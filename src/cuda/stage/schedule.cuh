@@ -62,14 +62,14 @@ __device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Dire
     end = min_of(plan.expert_block_begin[task.local_expert + 1], window_begin + plan.shape.capacity_blocks);
   }
   const WaitTask waiter{static_cast<int32_t>(WaitTask::kGateUp) + static_cast<int32_t>(task.kind)};
+  const int32_t num_blocks = end - begin;
+  const int32_t num_waits = num_blocks + (task.kind == TaskKind::kGateUpDgrad ? 1 : 0);  // all at once, a lane each
   bool ready = true;
-  for (int32_t block = begin + lane; block < end && ready; block += 32) {
-    const int32_t physical = block % plan.shape.capacity_blocks;
-    ready = wait_counter(params, &counters[physical], target, {waiter, ticket, flag, physical, -1});
-  }
-  if (task.kind == TaskKind::kGateUpDgrad && lane == 31) {
-    ready = wait_counter(params, &flags.dy_read[task.local_expert], dy_target(params),
-                         {waiter, ticket, FlagKind::kDyRead, task.local_expert, -1});
+  for (int32_t n = lane; n < num_waits && ready; n += 32) {
+    const bool is_dy = n == num_blocks;
+    const int32_t place = is_dy ? task.local_expert : (begin + n) % plan.shape.capacity_blocks;
+    ready = wait_counter(params, (is_dy ? flags.dy_read : counters) + place, is_dy ? dy_target(params) : target,
+                         {waiter, ticket, is_dy ? FlagKind::kDyRead : flag, place, -1});
   }
   return __all_sync(~0U, ready);
 }

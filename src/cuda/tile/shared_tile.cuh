@@ -17,7 +17,7 @@ inline constexpr int32_t kStages = 4;
 inline constexpr int32_t kTaskSlots = 2;
 // A task is claimed when so many stages of the one before are left to load: enough to find it and to see its inputs
 // there. Claimed earlier, tasks that share a weight tile would start as far apart as what their clusters do first takes.
-inline constexpr int32_t kClaimStages = 6;
+inline constexpr int32_t kClaimStages = 8;
 inline constexpr int32_t kStoreCols = 64;  // a warp stores its rows 64 columns (128 bytes) at a time
 inline constexpr int32_t kStoreBuffers = 2;
 inline constexpr int32_t kMathWarps = 8;
