@@ -51,15 +51,15 @@ typedef struct weft_trace_record {
 
 typedef struct weft_debug {
   size_t struct_size;
-  uint32_t
-      skipped_phases;    /* a sum of weft_phase that this call leaves out, one rank only. What they would have made is
-                            taken as it lies in the workspace, from an earlier call; this call's results mean nothing */
-  uint32_t max_delay_ns; /* > 0: roles of the kernels sleep now and then, up to this long, before they take a task and
-                            between their work and the flag that tells of it; at most 1,000,000 */
-  uint32_t delay_seed;   /* which of them sleep, and how long */
-  void* trace;           /* device memory or NULL: records of the call's kernels. The first record's begin_ns counts
-                            those that followed, of all calls since the caller cleared it; what exceeds trace_bytes is
-                            counted and not written */
+  uint32_t skipped_phases; /* a sum of weft_phase that this call leaves out, one rank only. What they would have made is
+                              taken as it lies in the workspace, from an earlier call; this call's results mean nothing.
+                              A backward without pulls has rows of o or dx for dy, which lay there before those */
+  uint32_t max_delay_ns;   /* > 0: roles of the kernels sleep now and then, up to this long, before they take a task and
+                              between their work and the flag that tells of it; at most 1,000,000 */
+  uint32_t delay_seed;     /* which of them sleep, and how long */
+  void* trace;             /* device memory or NULL: records of the call's kernels. The first record's begin_ns counts
+                              those that followed, of all calls since the caller cleared it; what exceeds trace_bytes is
+                              counted and not written */
   int64_t trace_bytes;
 } weft_debug;
 

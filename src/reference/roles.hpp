@@ -296,7 +296,7 @@ class Worker {
     if (!wait_inputs(order, task, ticket)) return false;
     memory_.fence_async_proxy();
     bodies_.matrix(order, task, memory_);
-    if (task.kind == TaskKind::kDownWgrad && order.num_dy_readers() > 0) {
+    if (task.kind == TaskKind::kDownWgrad && order.num_dy_readers() > 0) {  // read; the gradient may have yet to land
       memory_.release_add(&flags(order).dy_read[task.local_expert], 1, Scope::kRank);
     }
     if (is_wgrad(task.kind)) return true;

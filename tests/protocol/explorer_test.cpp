@@ -46,6 +46,7 @@ void walk(const ToyCase& toy, int32_t num_walks, Grain grain = Grain::kEveryAcce
 
 TEST(Explorer, Forward) { search(one_pass(kForwardCall), kUnbounded); }
 TEST(Explorer, Backward) { search(one_pass(kBackwardCall), kUnbounded); }
+TEST(Explorer, BackwardForInputGradientsOnly) { search(one_pass(kInputGradientCall), kUnbounded); }
 TEST(Explorer, BackwardForRouterGradientsOnly) { search(one_pass(kRouterGradientCall), kUnbounded); }
 TEST(Explorer, BackwardForWeightGradientsOnly) { search(one_pass(kWeightGradientCall), kUnbounded); }
 TEST(Explorer, ForwardThatCopiesRows) { search(with_row_copies(one_pass(kForwardCall)), kUnbounded); }

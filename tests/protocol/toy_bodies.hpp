@@ -68,6 +68,7 @@ class ToyBodies {
       for (int32_t tile = 0; tile < order.num_n_tiles(producer); ++tile) {
         sum = mix(sum, mix(memory.read(tiles + tile), static_cast<uint64_t>(row % kBlockRows)));
       }
+      if (!forward_ && from_out) memory.read(own_.pool_dy + static_cast<int32_t>(plan.physical_row(row)));  // dx rows
     }
     const Machine::Cell home =
         ranks_[static_cast<size_t>(entry.source)].partial + entry.token * plan.shape.slots_per_token() + entry.slot;

@@ -20,6 +20,8 @@ inline constexpr int32_t kUnbounded = kEffort > 1 ? -1 : 1;
 
 inline constexpr ToyCall kForwardCall{Direction::kForward, kForwardWork};
 inline constexpr ToyCall kBackwardCall{Direction::kBackward, {true, true, true, true}};
+// Frozen experts: nobody but down_dgrad reads dy before dx rows take its place.
+inline constexpr ToyCall kInputGradientCall{Direction::kBackward, {true, true, false, false}};
 inline constexpr ToyCall kRouterGradientCall{Direction::kBackward, {true, false, false, false}};
 // Nothing goes home, so nothing but pulls_done says that a peer has read this rank's rows.
 inline constexpr ToyCall kWeightGradientCall{Direction::kBackward, {false, false, true, true}};

@@ -17,7 +17,7 @@ namespace {
 using cases::RankPlan;
 using cases::Routing;
 
-constexpr Tiling kPairedTiling{{128, 256, 256, 256, 256, 256}, true, {8, 1}, {16, 3}, 2, 1};
+constexpr Tiling kPairedTiling{{64, 80, 128, 128, 64, 96}, true, {8, 1}, {16, 3}, 2, 1};
 constexpr Work kWholeBackward{true, true, true, true, Recompute::kAlways};
 
 std::vector<PhaseMask> phases_in_order(Direction direction) {

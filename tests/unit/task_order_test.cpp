@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cases/planned.hpp"
+#include "core/status.hpp"
 
 namespace weft {
 namespace {
@@ -24,7 +25,8 @@ using cases::Routing;
 
 constexpr int64_t kHidden = 384;
 constexpr int64_t kIntermediate = 256;
-constexpr Tiling kWideTiling{{128, 256, 128, 256, 192, 256}, true, {8, 1}, {16, 3}, 2, 1};
+// Odd and even numbers of columns of tiles, of both parts of down too.
+constexpr Tiling kPairedTiling{{64, 80, 128, 128, 64, 96}, true, {8, 1}, {16, 3}, 2, 1};
 
 // One way of calling the layer.
 struct CallShape {
@@ -35,7 +37,7 @@ struct CallShape {
 
 std::vector<CallShape> call_shapes() {
   std::vector<CallShape> calls;
-  for (const Tiling& tiling : {kReferenceTiling, kWideTiling}) {
+  for (const Tiling& tiling : {kReferenceTiling, kPairedTiling}) {
     calls.push_back({Direction::kForward, kForwardWork, tiling});
     for (int bits = 0; bits < 8; ++bits) {
       calls.push_back({Direction::kBackward, {true, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0}, tiling});
@@ -216,6 +218,27 @@ TEST(TaskOrder, NoTaskWaitsForALaterTicket) {
       ASSERT_EQ(out_ready[order.physical_block(block)], forward || call.work.dgrad ? out_tiles : 0);
     }
   });
+}
+
+// Whose weight tiles it takes.
+TEST(TaskOrder, AnOddLastRowOfTilesFollowsEveryTwoColumnsOfTheOthers) {
+  const Routing routing = cases::routing_of_group_sizes({1, 1, {2 * kBlockRows + 1}}, {2 * kBlockRows + 1});
+  const RankPlan plan(routing, 0, kHidden, kIntermediate);
+  const auto sequence = [&](int32_t cols) {
+    Tiling tiling = kPairedTiling;
+    tiling.cols[static_cast<int32_t>(TaskKind::kGateUp)] = cols;
+    const TaskOrder order(*plan, Direction::kForward, 0, routing.num_tokens[0], kForwardWork, tiling);
+    std::string tasks;
+    for (int32_t ticket = 0; ticket < order.num_matrix_tasks(); ++ticket) {
+      const MatrixTask task = order.matrix_task(ticket);
+      if (task.kind != TaskKind::kGateUp) continue;
+      const char* pair = task.pair == TilePair::kRows ? "rows" : task.pair == TilePair::kCols ? "cols" : "none";
+      tasks += words(pair, "(", task.m_tile, ",", task.n_tile, ") ");
+    }
+    return tasks;
+  };
+  EXPECT_EQ(sequence(64), "rows(0,0) rows(0,1) cols(2,0) rows(0,2) rows(0,3) cols(2,2) ");
+  EXPECT_EQ(sequence(96), "rows(0,0) rows(0,1) cols(2,0) rows(0,2) none(2,2) ");
 }
 
 TEST(TaskOrder, PulledRowsReachTheTargetsOfTheirBlocks) {

@@ -1,7 +1,7 @@
 """Where the time of a call of Weft's layer goes: the call with phases left out, and a trace of it.
 
 What is left out is there as an earlier call left it, so that the rest works on real rows: zeroes
-would draw less power and flatter it.
+would draw less power and flatter it. A backward without pulls has rows of o in the place of dy.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ namespace weft {
 inline constexpr int32_t kChunkCols = 64;                        // of a box: 128 bytes
 inline constexpr int32_t kChunkBytes = kChunkCols * kTileK * 2;  // 64 rows of it
 inline constexpr int32_t kZChunks = kTileN / kChunkCols;         // stages that z of a tile takes
+static_assert(kZChunks < kClaimStages, "the load lane asks for the next task at a step, not behind the last");
 
 // A weight gradient sums over the rows of its expert, up to the last half block that has a valid one: as far as
 // dispatch and down_dgrad have zeroed what is padding.
@@ -135,6 +136,7 @@ struct BackwardBodies {
   __device__ __forceinline__ int32_t num_stages(const TaskHead& head) const {
     return backward_steps(params.plan, head) + (head.kind == TaskKind::kDownDgrad ? kZChunks : 0);
   }
+  // A CTA without a tile of the pair raises nothing: what it loads all the same, dy among it, it does not use.
   __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
     const PassFlags& flags = params.flags.banks[head.pass % kNumBanks];
     const int32_t block = head.m_tile % params.plan.shape.capacity_blocks;
