@@ -97,9 +97,8 @@ def test_what_is_left_out_is_taken_from_the_call_before() -> None:
         return dict(zip(GRADIENTS, grads, strict=True))
 
     gradients = backward()
-    with debugging(skip=["down_dgrad"]):
-        assert_same_bits(backward(), gradients, "without down_dgrad")
-    # Where dx rows lie, dy has been: without pulls there is none, and nothing that needs it is made.
+    # dx rows lie where dy was. Without pulls there is no dy, and with them but without down_dgrad, which waits for
+    # them, they come at any time. So what needs dy is left out with it.
     no_dy = ["pull", "down_dgrad", "down_wgrad"]
     but_down = {name: grad for name, grad in gradients.items() if name != "ddown"}
     for skip in (no_dy, [*no_dy, "gate_up_dgrad"]):

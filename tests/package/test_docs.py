@@ -1,5 +1,6 @@
 """The API reference builds without a warning: every reference leads somewhere, every public name has its words."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -37,3 +38,11 @@ def test_faults_are_found(tmp_path: Path, root: Path) -> None:
     assert status == 1
     assert "reference target not found: weft_moe.nothing" in printed
     assert "weft_moe.check is public and not in the reference" in printed
+
+
+def test_troubleshooting_knows_every_flag_of_a_stall(root: Path) -> None:
+    source = (root / "src/protocol/stall.cpp").read_text()
+    names = re.findall(r'return "(\w+)";', source[source.index("flag_name") :])
+    assert "entry" in names and "dy_read" in names
+    text = (root / "docs/troubleshooting.md").read_text()
+    assert [name for name in names if name != "unknown" and f"`{name}`" not in text] == []

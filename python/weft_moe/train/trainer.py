@@ -285,14 +285,15 @@ def free_memory(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _determinism(enabled: bool) -> Iterator[None]:
-    """Where torch's own kernels add in a fixed order, if `enabled`."""
+    """Where torch's own kernels add in a fixed order, if `enabled`: one that has none raises
+    RuntimeError. To be warned would not do: attention's backward then keeps its fast order."""
     if not enabled:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     before = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield

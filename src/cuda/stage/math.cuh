@@ -152,8 +152,8 @@ class StageReader {
 template <ptx::Major kA, ptx::Major kB>
 __device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, int32_t warpgroup,
                                          DeferredPublish& publish, float (&acc)[128]) {
-  // To publish takes a fence, which waits. By then the tile's stores have landed, two steps are in flight meanwhile, and
-  // the warpgroups take turns, so that the tensor cores have work.
+  // To publish takes a fence, which waits. By then the tile's stores have landed, two steps are in flight meanwhile,
+  // and the warpgroups take turns, so that the tensor cores have work.
   const int32_t publish_step = 4 + 2 * warpgroup;
   constexpr int32_t kAdvanceA = kA == ptx::Major::kK ? 2 : 128;
   constexpr int32_t kAdvanceB = kB == ptx::Major::kK ? 2 : 128;
