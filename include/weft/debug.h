@@ -54,7 +54,7 @@ typedef struct weft_debug {
   uint32_t skipped_phases; /* a sum of weft_phase that this call leaves out, one rank only. What they would have made is
                               taken as it lies in the workspace, from an earlier call; this call's results mean nothing.
                               dx rows lie where dy was: a backward without pulls has rows of o or dx for dy, and one
-                            with pulls but without down_dgrad, which waits for them, dy among its dx rows */
+                              with pulls but without down_dgrad, which waits for them, dy among its dx rows */
   uint32_t max_delay_ns;   /* > 0: roles of the kernels sleep now and then, up to this long, before they take a task and
                               between their work and the flag that tells of it; at most 1,000,000 */
   uint32_t delay_seed;     /* which of them sleep, and how long */
