@@ -429,7 +429,7 @@ TEST(RanksDeathTest, WithoutThreadsTheySaySoInWordsAndTheProcessLives) {
 
 // The stack grows within the address space too: what the call will need of it is there before the limit.
 void touch_stack() {
-  volatile char pages[1 << 20];
+  volatile char pages[4 << 20];  // of 8 MiB that a process usually has
   for (size_t n = 0; n < sizeof(pages); n += 4096) pages[n] = 1;
 }
 
