@@ -32,7 +32,7 @@ class Breakdown:
     direction: str
     tokens_per_rank: int
     regime: str
-    plan_ms: float  # no phase: the routing plan, and every ticket taken and dropped
+    plan_ms: float  # no phase: the routing plan, and every ticket taken and dropped, behind a call
     kinds_ms: dict[str, float]  # each kind of matrix task alone
     matrix_ms: float  # all of them
     with_pulls_ms: float  # and the pulls
@@ -127,15 +127,18 @@ def time_parts(
     """Milliseconds of a launch of Weft's layer with nothing but each of the wanted phases."""
     from ..debug import PHASES, debugging  # needs the compiled extension
 
-    parts = prepared_as_ever(launch)
+    part = prepared_as_ever(launch)
     times = {}
     for name, phases in wanted_phases(direction).items():
         # The whole call leaves out nothing, not even what its direction has not got: it is the one
         # that users run.
         skip = () if name == "whole" else set(PHASES) - set(phases)
         launch()  # leaves the rows that the part works on, in memory that the next call gets again
+        # Without a phase a call is over before the host has launched it, and the host would be what
+        # is timed: a whole call runs meanwhile.
+        timed = part if phases else behind_a_whole_call(launch)
         with debugging(skip=skip):
-            times[name] = time_ms(parts, device)
+            times[name] = time_ms(timed, device)
     return times
 
 
@@ -148,6 +151,16 @@ def prepared_as_ever(launch: Launch) -> Launch:
             launch.prepare()
 
     return Launch(launch.run, prepare)
+
+
+def behind_a_whole_call(launch: Launch) -> Launch:
+    """The same, prepared by a whole call too, which goes before."""
+
+    def prepare() -> None:
+        launch()
+        launch.prepare()
+
+    return prepared_as_ever(Launch(launch.run, prepare))
 
 
 def traced(launch: Launch, device: torch.device) -> list[Record]:
