@@ -49,6 +49,14 @@ def test_only_wefts_forward_has_a_target_per_token() -> None:
         assert [ratio.target for ratio in ratios(rows)] == [None]
 
 
+def test_ranks_with_a_device_each_are_held_against_one_with_as_many_tokens() -> None:
+    ranks = replace(ROW, ep=2, ms=2.1)
+    (ratio,) = ratios([ROW, ranks])
+    assert (ratio.row, ratio.target, ratio.value) == (ranks, 1.08, pytest.approx(1.05))
+    assert "2 ranks of 1024 tokens : 1 rank" in ratio.meaning
+    assert not list(ratios([replace(ROW, tokens_per_rank=512), ranks])), "not the same work"
+
+
 def test_virtual_ranks_are_held_against_one_rank_with_all_their_tokens() -> None:
     virtual = replace(ROW, ep=4, virtual=True, tokens_per_rank=256, ms=2.3)
     (ratio,) = ratios([ROW, virtual])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from weft_moe.bench.cli import main
-from weft_moe.bench.ledger import sources_sha256
+from weft_moe.bench.ledger import is_of_other_sources, sources_sha256
 from weft_moe.bench.step import (
     BACKENDS,
     Measurement,
@@ -23,7 +23,7 @@ from weft_moe.bench.step import (
     step_config,
 )
 from weft_moe.bench.step_parts import PARTS, PartClock, marked
-from weft_moe.bench.step_report import is_of_other_sources, merge_rows, plot_steps, step_ratios
+from weft_moe.bench.step_report import merge_rows, plot_steps, step_ratios
 from weft_moe.train.config import PRESETS, ConfigError, ModelSizes
 from weft_moe.train.dispatch import DISPATCHES
 from weft_moe.train.ranks import join_ranks

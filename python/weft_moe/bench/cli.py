@@ -16,7 +16,18 @@ from rich.console import Console
 from ..train.dispatch import ACTIVATION_DTYPES
 from . import ledger
 from .breakdown import KINDS, Breakdown, break_down, traced
-from .layer import DIRECTIONS, SHAPES, Case, Problem, Row, dispatch_for, make_launch, measure
+from .layer import (
+    DIRECTIONS,
+    ROW_KEY,
+    SHAPES,
+    Case,
+    Problem,
+    Row,
+    dispatch_for,
+    make_launch,
+    measure,
+)
+from .peers import join_peers, was_launched
 from .plan import DEFAULT_BINARY, run_plan_benchmark
 from .ratios import ratios
 from .timeline import plot_timeline, summarize
@@ -60,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft-bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    layer = commands.add_parser("layer", help="time forward and backward of one layer")
+    layer = commands.add_parser(
+        "layer",
+        help="time forward and backward of one layer; under torchrun, shared by the ranks too",
+    )
     layer.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     layer.add_argument("--shape", choices=tuple(SHAPES), nargs="+", help="default: by device")
     layer.add_argument(
@@ -72,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument("--precision", choices=tuple(ACTIVATION_DTYPES), default="bf16")
     layer.add_argument("--regime", choices=tuple(REGIMES), nargs="+", default=tuple(REGIMES))
     layer.add_argument("--direction", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
+    layer.add_argument("--output", type=Path, help="JSON to put the rows into")
+    layer.add_argument("--root", type=Path, default=Path(), help="the checkout that is measured")
     layer.set_defaults(run=_run_layer)
 
     timeline = commands.add_parser("timeline", help="plot what each SM of a GPU does in a call")
@@ -135,11 +151,22 @@ def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
     directions = tuple(arguments.direction)
     cases = [Case(shape, count, directions) for shape in shapes for count in tokens]
     if arguments.virtual_ranks is not None:
+        if was_launched():
+            raise ValueError("--virtual-ranks is for one process, and a launcher started several")
         cases += [_shared_out(case, arguments.virtual_ranks) for case in cases]
-    options = dict(precision=arguments.precision, regimes=tuple(arguments.regime))
-    rows = list(_measure(cases, console, device=device, **options))
-    _print_ratios(rows, console)
-    _break_down(cases, console, device=device, precision=arguments.precision)
+    _note_other_sources(arguments, console)
+    with join_peers(device) as (peers, device):
+        console.quiet = peers.rank > 0
+        if peers.size > 1:
+            cases += [replace(case, ep=peers.size, virtual=False) for case in cases]
+        options = dict(precision=arguments.precision, regimes=tuple(arguments.regime), peers=peers)
+        rows = list(_measure(cases, console, device=device, **options))
+        _print_ratios(rows, console)
+        if arguments.output is not None and peers.rank == 0:
+            ledger.merge(arguments.output, "layer", [row.as_dict() for row in rows], ROW_KEY)
+            console.print(f"wrote {arguments.output}")
+        if peers.size == 1:
+            _break_down(cases, console, device=device, precision=arguments.precision)
 
 
 def _shared_out(case: Case, num_ranks: int) -> Case:
@@ -182,7 +209,7 @@ def _run_memory(arguments: argparse.Namespace, console: Console) -> None:
 def _run_step(arguments: argparse.Namespace, console: Console) -> None:
     # Needs transformers, which other commands do without.
     from .step import BASELINE, StepOptions, measure_steps
-    from .step_report import is_of_other_sources, merge_rows, plot_steps, step_ratios
+    from .step_report import merge_rows, plot_steps, step_ratios
 
     device = _device(arguments.device)
     cases = [_step_case(text) for text in arguments.case or _STEP_CASES[device.type]]
@@ -198,8 +225,7 @@ def _run_step(arguments: argparse.Namespace, console: Console) -> None:
     )
     is_first = os.environ.get("RANK", "0") == "0"
     console.quiet = not is_first
-    if arguments.output is not None and is_of_other_sources(arguments.output, arguments.root):
-        console.print(f"note: {arguments.output} has rows of other sources than those here")
+    _note_other_sources(arguments, console)
     measurements = []
     for case in cases:
         for measured in measure_steps(case, options, console.print):
@@ -232,6 +258,12 @@ def _run_step(arguments: argparse.Namespace, console: Console) -> None:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         plot_steps(measurements, f"Training step, {options.tokens} tokens a rank, {name}", picture)
         console.print(f"wrote {arguments.output} and {picture}")
+
+
+def _note_other_sources(arguments: argparse.Namespace, console: Console) -> None:
+    output = arguments.output
+    if output is not None and ledger.is_of_other_sources(output, arguments.root):
+        console.print(f"note: {output} has rows of other sources than those here")
 
 
 def _step_case(text: str) -> StepCase:
@@ -293,11 +325,12 @@ def _measure(
             case, device=device, dense_size=_DENSE_SIZE[device.type], note=console.print, **options
         ):
             speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
+            link = "" if row.nvlink_gb_s is None else f"  {row.nvlink_gb_s:.4g} GB/s received"
             console.print(
                 f"{row.implementation:<15}{row.shape:<6}{row.ep:>2}{row.tokens_per_rank:>7}  "
                 f"{row.precision:<10}{row.direction:<19}{row.regime:<8}{row.ms:>9.3f}"
                 f"{row.tflops:>10.4g}{row.dense_tflops:>9.4g}{row.share_of_dense:>8.1%}"
-                f"{speedup:>9}  {'yes' if row.repeatable else 'no':<12}{row.source or '-'}"
+                f"{speedup:>9}  {'yes' if row.repeatable else 'no':<12}{row.source or '-'}{link}"
             )
             yield row
 

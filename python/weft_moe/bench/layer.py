@@ -6,16 +6,19 @@ layer's own arithmetic (`Shape.flops`), so padding or repeated work lowers a fig
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..train.dispatch import ACTIVATION_DTYPES, DISPATCHES, MoeLayer, make_dispatch
+from .peers import ALONE, Peers
 from .timing import REGIMES, Launch
 
 # Implementation -> dispatch type. The first is the baseline of all others.
@@ -60,18 +63,19 @@ SHAPES = {
 @dataclass(frozen=True)
 class Case:
     """What `measure` measures: directions of a shape, a key of `SHAPES`, with so many tokens on each
-    of `ep` ranks, which are virtual where they are several."""
+    of `ep` ranks. Several are virtual, on one device, or have a process and a device each."""
 
     shape: str
     tokens_per_rank: int
     directions: tuple[str, ...] = DIRECTIONS
     ep: int = 1
+    virtual: bool = True
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement; the fields of an entry under `layer` in a results file. Its work is that of
-    all ranks: virtual ranks share the one device."""
+    one device, so of all ranks where they are virtual; its time that of the slowest rank."""
 
     implementation: str
     shape: str
@@ -91,6 +95,10 @@ class Row:
     # Which way Weft's timed backwards went, a name of `weft_moe.debug.backward_sources`. None for a
     # forward, for the unfused layer, and where they went different ways.
     source: str | None
+    # Weft between devices: what the rank that receives most is sent in a call - rows that it pulls
+    # and partial rows that come home - and that over the time.
+    nvlink_bytes: int | None = None
+    nvlink_gb_s: float | None = None
 
     def as_dict(self) -> dict[str, object]:
         """The row with its figures rounded to five digits, more than repeat."""
@@ -98,6 +106,19 @@ class Row:
             key: float(f"{value:.5g}") if isinstance(value, float) else value
             for key, value in asdict(self).items()
         }
+
+
+# What tells rows apart.
+ROW_KEY = (
+    "implementation",
+    "shape",
+    "ep",
+    "virtual",
+    "precision",
+    "direction",
+    "tokens_per_rank",
+    "regime",
+)
 
 
 class Problem:
@@ -147,24 +168,54 @@ class Problem:
     def rows_per_expert(self) -> Tensor:
         return self.topk_idx.flatten().bincount(minlength=self.shape.num_experts)
 
+    def of_rank(self, rank: int) -> Problem:
+        """What one of several ranks brings, in memory of its own."""
+
+        def of_rank(tensors: Sequence[Tensor]) -> Tensor:
+            tensor = tensors[rank]
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        own = copy.copy(self)
+        own.inputs = tuple(of_rank(tensors) for tensors in self.inputs)
+        own.dy = of_rank(self.dy)
+        own.leaves = tuple(tensor for tensor in own.inputs if tensor.requires_grad)
+        return own
+
+    def most_received_rows(self) -> tuple[int, int]:
+        """Of the rank that receives most from others in a forward: rows that it pulls, one a token
+        with a route to its experts, and partial rows that come home, one a rank that a token goes
+        to."""
+        ranks = torch.arange(self.ep_size, device=self.device)
+        goes_to = (self.topk_idx // (self.shape.num_experts // self.ep_size)).unsqueeze(-1) == ranks
+        home = torch.arange(len(self.topk_idx), device=self.device) // self.num_tokens
+        leaves_home = goes_to.any(1) & (home.unsqueeze(-1) != ranks)
+        pulled = leaves_home.sum(0)
+        partial_rows = leaves_home.sum(1).view(self.ep_size, self.num_tokens).sum(1)
+        busiest = int((pulled + partial_rows).argmax())
+        return int(pulled[busiest]), int(partial_rows[busiest])
+
 
 def dispatch_for(
-    implementation: str, problem: Problem, direction: str = "backward"
+    implementation: str,
+    problem: Problem,
+    direction: str = "backward",
+    process_group: dist.ProcessGroup | None = None,
 ) -> Callable[..., Tensor | list[Tensor]]:
     """For a layer whose `direction` will be measured; one that is checkpointed saves its inputs
-    alone. Raises ValueError, with the reason, where the implementation cannot run the problem."""
+    alone. Several ranks are those of the process group, or virtual without one. Raises ValueError,
+    with the reason, where the implementation cannot run the problem."""
     layer = MoeLayer(
         num_experts=problem.shape.num_experts,
         hidden=problem.shape.hidden,
         intermediate=problem.shape.intermediate,
         precision=problem.precision,
-        process_group=None,
+        process_group=process_group,
         device=problem.device,
         training=direction != "forward",
         top_k=problem.shape.top_k,
         save="inputs" if direction == "backward_recompute" else "gate_up",
     )
-    if problem.ep_size > 1:
+    if problem.ep_size > 1 and process_group is None:
         return _virtual_dispatch(implementation, layer, problem.ep_size)
     return make_dispatch(IMPLEMENTATIONS[implementation], layer)
 
@@ -270,8 +321,11 @@ def measure(
     regimes: tuple[str, ...] = tuple(REGIMES),
     dense_size: int,
     note: Callable[[str], None],
+    peers: Peers = ALONE,
 ) -> Iterator[Row]:
     """Yield the rows of one case as they are measured: each implementation that can run it.
+    Collective over `peers`, which share the layer if the case has so many ranks, and else measure
+    it at the same time, a layer each.
 
     Args:
         case: what to measure.
@@ -284,51 +338,62 @@ def measure(
     """
     problem = Problem(SHAPES[case.shape], case.tokens_per_rank, precision, device, ep_size=case.ep)
     counts = problem.rows_per_expert()
-    ranks = f"{case.ep} virtual ranks of " if case.ep > 1 else ""
+    ranks = f"{case.ep} {'virtual ' if case.virtual else ''}ranks of " if case.ep > 1 else ""
     note(
         f"{case.shape}: {ranks}{case.tokens_per_rank} tokens, {counts.sum().item()} routed rows, "
         f"{counts.min().item()} to {counts.max().item()} an expert"
     )
+    between_devices = case.ep > 1 and not case.virtual
+    process_group = peers.group if between_devices else None
+    received = problem.most_received_rows() if between_devices else None
+    if between_devices:
+        problem = problem.of_rank(peers.rank)
     dispatches: dict[str, dict[str, Callable]] = {direction: {} for direction in case.directions}
     for implementation in IMPLEMENTATIONS:
         for direction in case.directions:
             try:
                 dispatches[direction][implementation] = dispatch_for(
-                    implementation, problem, direction
+                    implementation, problem, direction, process_group
                 )
             except (ValueError, ImportError) as reason:
                 note(f"{case.shape}: {implementation} {direction} is not measured: {reason}")
     repeatable = {
-        (direction, implementation): is_repeatable(direction, dispatch, problem)
+        (direction, implementation): peers.all(is_repeatable(direction, dispatch, problem))
         for direction in case.directions
         for implementation, dispatch in dispatches[direction].items()
     }
 
     for regime in regimes:
-        time_ms = REGIMES[regime]
+        time_ms = partial(REGIMES[regime], peers=peers)
         launch, dense_flops = dense_launch(dense_size, ACTIVATION_DTYPES[precision], device)
-        dense_tflops = dense_flops / time_ms(launch, device) / 1e9
+        dense_tflops = dense_flops / peers.slowest(time_ms(launch, device)) / 1e9
         for direction in case.directions:
-            flops = problem.shape.flops(direction, case.ep * case.tokens_per_rank)
+            ranks_here = case.ep if case.virtual else 1
+            flops = problem.shape.flops(direction, ranks_here * case.tokens_per_rank)
             unfused_ms = None
             for implementation, dispatch in dispatches[direction].items():
                 launch = make_launch(direction, dispatch, problem)
                 if implementation == BASELINE:
-                    unfused_ms = ms = time_ms(launch, device)
+                    unfused_ms = ms = peers.slowest(time_ms(launch, device))
                     sources = {}
                 else:
                     ms, sources = time_and_sources(launch, time_ms, device)
+                    ms = peers.slowest(ms)
                 if len(sources) > 1:
                     ways = ", ".join(f"{count} {way}" for way, count in sources.items())
                     note(
                         f"{case.shape}: {implementation} {direction}, {regime}: backwards went "
                         f"different ways: {ways}"
                     )
+                source = next(iter(sources)) if len(sources) == 1 else None
+                nvlink_bytes = None
+                if received is not None and implementation != BASELINE:
+                    nvlink_bytes = _received_bytes(received, direction, source, problem)
                 yield Row(
                     implementation=implementation,
                     shape=case.shape,
                     ep=case.ep,
-                    virtual=case.ep > 1,
+                    virtual=case.ep > 1 and case.virtual,
                     precision=precision,
                     direction=direction,
                     tokens_per_rank=case.tokens_per_rank,
@@ -340,5 +405,18 @@ def measure(
                     unfused_ms=unfused_ms,
                     speedup=None if unfused_ms is None else unfused_ms / ms,
                     repeatable=repeatable[direction, implementation],
-                    source=next(iter(sources)) if len(sources) == 1 else None,
+                    source=source,
+                    nvlink_bytes=nvlink_bytes,
+                    nvlink_gb_s=None if nvlink_bytes is None else nvlink_bytes / ms / 1e6,
                 )
+
+
+def _received_bytes(
+    received: tuple[int, int], direction: str, source: str | None, problem: Problem
+) -> int:
+    """Of a call, with `Problem.most_received_rows`: a forward pulls x; a backward dy, and x unless
+    its rows still lie in the workspace. Router gradients, a number a route, are left out."""
+    pulled, partial_rows = received
+    num_pulls = 1 if direction == "forward" or source == "workspace" else 2
+    row_bytes = problem.shape.hidden * ACTIVATION_DTYPES[problem.precision].itemsize
+    return (num_pulls * pulled + partial_rows) * row_bytes

@@ -13,6 +13,7 @@ import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,6 +97,56 @@ def write_record(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     plot(record, path.with_suffix(".png"))
+
+
+def merge(path: Path, name: str, rows: list[dict[str, object]], key: tuple[str, ...]) -> None:
+    """Put rows into the list `name` of a results file, in place of earlier ones that have the same
+    values of `key`. All else in it stays; a file that is not there is made.
+
+    Raises:
+        ValueError: the file is no results file; it is as before.
+    """
+    record = read_record(path, name)
+
+    def values(row: dict[str, object]) -> tuple[object, ...]:
+        return tuple(row.get(field) for field in key)
+
+    replaced = {values(row) for row in rows}
+    record[name] = [row for row in record.get(name, []) if values(row) not in replaced] + rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    incomplete = path.with_name(f".{path.name}.incomplete")
+    incomplete.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(incomplete, path)
+
+
+def is_of_other_sources(path: Path, root: Path) -> bool:
+    """Whether a results file says that what is in it was measured with other sources than those of
+    the checkout `root`.
+
+    Raises:
+        ValueError: the file is no results file.
+    """
+    measured = read_record(path).get("sources_sha256")
+    return measured is not None and measured != sources_sha256(root)
+
+
+def read_record(path: Path, name: str = "step") -> dict[str, Any]:
+    """What a results file holds, nothing if it is not there.
+
+    Raises:
+        ValueError: it is no results file, in which `name` would be a list.
+    """
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no results file ({error}): name another") from error
+    if not isinstance(record, dict) or not isinstance(record.get(name, []), list):
+        raise ValueError(
+            f"{path} is no results file, which is an object with a list `{name}`: name another"
+        )
+    return record
 
 
 def plot(record: dict, path: Path) -> None:

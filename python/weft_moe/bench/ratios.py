@@ -11,6 +11,8 @@ from .layer import BASELINE, Row
 _MOST_PER_TOKEN = {"forward": 1.3}
 # Virtual ranks do the work of one, and exchange rows besides.
 _MOST_OVER_RANKS = 1.25
+# Ranks with a GPU each have one rank's rows, and exchange them besides.
+_MOST_OVER_LINKS = {"forward": 1.08, "backward": 1.06}
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Ratio:
 
 def ratios(rows: Iterable[Row]) -> Iterator[Ratio]:
     """Each row of one rank with fewer tokens beside the like one with the most, by time per token;
-    and each row of virtual ranks beside the like one of a rank with all their tokens."""
+    each row of virtual ranks beside the like one of a rank with all their tokens, and of ranks with
+    a device each beside that of a rank alone with as many."""
     rows = list(rows)
     for row in rows:
         alone = [other for other in rows if other.ep == 1 and _alike(row) == _alike(other)]
@@ -34,6 +37,8 @@ def ratios(rows: Iterable[Row]) -> Iterator[Ratio]:
             yield from _per_token(row, alone)
         elif row.virtual:
             yield from _over_ranks(row, alone)
+        else:
+            yield from _over_links(row, alone)
 
 
 def _per_token(row: Row, alone: list[Row]) -> Iterator[Ratio]:
@@ -56,6 +61,17 @@ def _over_ranks(row: Row, alone: list[Row]) -> Iterator[Ratio]:
                 f"time, {row.ep} virtual ranks of {row.tokens_per_rank} : 1 rank of {total} tokens",
                 row.ms / other.ms,
                 _MOST_OVER_RANKS,
+            )
+
+
+def _over_links(row: Row, alone: list[Row]) -> Iterator[Ratio]:
+    for other in alone:
+        if other.tokens_per_rank == row.tokens_per_rank:
+            yield Ratio(
+                row,
+                f"time, {row.ep} ranks of {row.tokens_per_rank} tokens : 1 rank",
+                row.ms / other.ms,
+                None if row.implementation == BASELINE else _MOST_OVER_LINKS.get(row.direction),
             )
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .ledger import sources_sha256
+from .ledger import merge
 from .step import BASELINE, TODAY, WEFT, Measurement, StepRow
 from .step_parts import PARTS
 
@@ -71,45 +68,8 @@ def _time_ratios(
 
 def merge_rows(path: Path, rows: Iterable[StepRow]) -> None:
     """Put rows under `step` of a results file, in place of earlier ones of the same case, backend
-    and precision. All else in it stays; a file that is not there is made.
-
-    Raises:
-        ValueError: the file is no results file; it is as before.
-    """
-    record = _read(path)
-    earlier = record.get("step", [])
-    new = [row.as_dict() for row in rows]
-    replaced = {_key(row) for row in new}
-    record["step"] = [row for row in earlier if _key(row) not in replaced] + new
-    path.parent.mkdir(parents=True, exist_ok=True)
-    incomplete = path.with_name(f".{path.name}.incomplete")
-    incomplete.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(incomplete, path)
-
-
-def is_of_other_sources(path: Path, root: Path) -> bool:
-    """Whether a results file says that what is in it was measured with other sources than those of
-    the checkout `root`.
-
-    Raises:
-        ValueError: the file is no results file.
-    """
-    measured = _read(path).get("sources_sha256")
-    return measured is not None and measured != sources_sha256(root)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is no results file ({error}): name another") from error
-    if not isinstance(record, dict) or not isinstance(record.get("step", []), list):
-        raise ValueError(
-            f"{path} is no results file, which is an object with a list `step`: name another"
-        )
-    return record
+    and precision, as `ledger.merge` does."""
+    merge(path, "step", [row.as_dict() for row in rows], _KEY)
 
 
 def plot_steps(measurements: list[Measurement], title: str, path: Path) -> None:
@@ -143,7 +103,3 @@ def plot_steps(measurements: list[Measurement], title: str, path: Path) -> None:
 
 def _case(row: StepRow) -> tuple[object, ...]:
     return row.preset, row.num_layers, row.ep
-
-
-def _key(row: dict[str, object]) -> tuple[object, ...]:
-    return tuple(row.get(name) for name in _KEY)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .peers import ALONE, Peers
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -60,8 +62,8 @@ _STEADY_AHEAD = 5
 _STEADY_DEPTH = 3
 
 
-def burst_ms(launch: Launch, device: torch.device) -> float:
-    """Median milliseconds of 15 launches on a rested device."""
+def burst_ms(launch: Launch, device: torch.device, peers: Peers = ALONE) -> float:
+    """Median milliseconds of 15 launches on a rested device. `peers` make the same ones."""
     times = []
     for _ in range(_BURST_ROUNDS):
         ready = launch.prepared(_BURST_WARM_UPS + _BURST_TIMED)
@@ -73,11 +75,12 @@ def burst_ms(launch: Launch, device: torch.device) -> float:
     return statistics.median(times)
 
 
-def steady_ms(launch: Launch, device: torch.device) -> float:
-    """Median milliseconds of 25 launches on a device under sustained load."""
+def steady_ms(launch: Launch, device: torch.device, peers: Peers = ALONE) -> float:
+    """Median milliseconds of 25 launches on a device under sustained load. `peers` make the same
+    ones."""
     in_flight: deque[torch.cuda.Event] = deque()
     end = time.perf_counter() + _STEADY_WARM_UP_S
-    while time.perf_counter() < end:
+    while peers.first(time.perf_counter() < end):
         launch()
         if device.type == "cuda":
             in_flight.append(torch.cuda.Event())
@@ -87,7 +90,7 @@ def steady_ms(launch: Launch, device: torch.device) -> float:
     return statistics.median(_timed_ms(_in_batches(launch, _STEADY_TIMED), device))
 
 
-REGIMES: dict[str, Callable[[Launch, torch.device], float]] = {
+REGIMES: dict[str, Callable[..., float]] = {
     "burst": burst_ms,
     "steady": steady_ms,
 }
