@@ -66,13 +66,14 @@ def received_rows(problem: Problem) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_rows_that_cross_are_counted(ep_size: int) -> None:
     problem = Problem(SHAPES["tiny"], NUM_TOKENS, "fp32", CPU, ep_size=ep_size)
-    assert problem.most_received_rows() == max(received_rows(problem), key=sum)
+    pulled, home = problem.received_rows()
+    assert list(zip(pulled.tolist(), home.tolist(), strict=True)) == received_rows(problem)
 
 
 def test_two_ranks_measure_one_layer() -> None:
     rows, others = run_ranks(measure_on_rank, 2, timeout_s=240.0)
     problem = Problem(SHAPES["tiny"], NUM_TOKENS, "fp32", CPU, ep_size=2)
-    pulled, home = problem.most_received_rows()
+    received = received_rows(problem)
     row_bytes = SHAPES["tiny"].hidden * 4
     num_pulls = {"forward": 1, "backward": 1, "backward_saved": 2}
     assert len(rows) == len(others) == 2 * 2 * 3  # regimes, implementations, directions
@@ -84,7 +85,9 @@ def test_two_ranks_measure_one_layer() -> None:
         if row["implementation"] == "unfused":
             assert row["nvlink_bytes"] is row["nvlink_gb_s"] is None
         else:
-            assert row["nvlink_bytes"] == (num_pulls[row["direction"]] * pulled + home) * row_bytes
+            pulls = num_pulls[row["direction"]]
+            most = max(pulls * pulled + home for pulled, home in received)
+            assert row["nvlink_bytes"] == most * row_bytes
             assert row["nvlink_gb_s"] == pytest.approx(row["nvlink_bytes"] / row["ms"] / 1e6)
 
 
@@ -104,6 +107,28 @@ def test_rows_take_the_place_of_earlier_ones_of_their_case(tmp_path: Path) -> No
     ledger.merge(path, "layer", [row | {"ms": 1.0}], ROW_KEY)
     rows = json.loads(path.read_text())["layer"]
     assert [(each["ep"], each["ms"]) for each in rows] == [(2, 2.0), (1, 1.0)]
+
+
+def run_command(rank: int, path: str) -> int:
+    os.environ["WORLD_SIZE"] = "2"
+    options = ("--shape", "tiny", "--tokens", "8", "--regime", "burst", "--direction", "forward")
+    words = ["layer", "--device", "cpu", "--precision", "fp32", *options, "--output", path]
+    return cli.main(words)
+
+
+def test_the_command_puts_its_rows_and_their_plot_into_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    other = {name: None for name in ROW_KEY} | {"shape": "another", "ep": 4}
+    record = {"device": "a GPU", "date": "2026-12-01", "tests": {"passed": 1}}
+    path.write_text(json.dumps(record | {"layer": [other]}))
+    assert run_ranks(run_command, 2, str(path), timeout_s=240.0) == [0, 0]
+    written = json.loads(path.read_text())
+    assert written.items() >= record.items() and written["layer"][0] == other
+    rows = written["layer"][1:]
+    assert [(row["implementation"], row["ep"], row["virtual"]) for row in rows] == [
+        (implementation, ep, False) for ep in (1, 2) for implementation in ("unfused", "weft")
+    ]
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_virtual_ranks_are_for_one_process(

@@ -238,7 +238,7 @@ def test_rows_replace_their_own_kind_and_leave_the_rest(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"step": 3}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 3}', '{"layer": {}}'])
 def test_a_file_that_is_no_record_is_left_alone(tmp_path, text):
     path = tmp_path / "gpu.json"
     path.write_text(text)

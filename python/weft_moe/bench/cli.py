@@ -154,16 +154,19 @@ def _run_layer(arguments: argparse.Namespace, console: Console) -> None:
         if was_launched():
             raise ValueError("--virtual-ranks is for one process, and a launcher started several")
         cases += [_shared_out(case, arguments.virtual_ranks) for case in cases]
-    _note_other_sources(arguments, console)
     with join_peers(device) as (peers, device):
         console.quiet = peers.rank > 0
+        _note_other_sources(arguments, console)
         if peers.size > 1:
             cases += [replace(case, ep=peers.size, virtual=False) for case in cases]
         options = dict(precision=arguments.precision, regimes=tuple(arguments.regime), peers=peers)
         rows = list(_measure(cases, console, device=device, **options))
         _print_ratios(rows, console)
         if arguments.output is not None and peers.rank == 0:
-            ledger.merge(arguments.output, "layer", [row.as_dict() for row in rows], ROW_KEY)
+            written = [row.as_dict() for row in rows]
+            record = ledger.merge(arguments.output, "layer", written, ROW_KEY)
+            if "date" in record:  # a record of a GPU, beside which its plot lies
+                ledger.plot(record, arguments.output.with_suffix(".png"))
             console.print(f"wrote {arguments.output}")
         if peers.size == 1:
             _break_down(cases, console, device=device, precision=arguments.precision)

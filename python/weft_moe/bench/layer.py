@@ -171,28 +171,25 @@ class Problem:
     def of_rank(self, rank: int) -> Problem:
         """What one of several ranks brings, in memory of its own."""
 
-        def of_rank(tensors: Sequence[Tensor]) -> Tensor:
+        def own_copy(tensors: Sequence[Tensor]) -> Tensor:
             tensor = tensors[rank]
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
         own = copy.copy(self)
-        own.inputs = tuple(of_rank(tensors) for tensors in self.inputs)
-        own.dy = of_rank(self.dy)
+        own.inputs = tuple(own_copy(tensors) for tensors in self.inputs)
+        own.dy = own_copy(self.dy)
         own.leaves = tuple(tensor for tensor in own.inputs if tensor.requires_grad)
         return own
 
-    def most_received_rows(self) -> tuple[int, int]:
-        """Of the rank that receives most from others in a forward: rows that it pulls, one a token
-        with a route to its experts, and partial rows that come home, one a rank that a token goes
-        to."""
+    def received_rows(self) -> tuple[Tensor, Tensor]:
+        """By rank, what others send it in a forward: rows that it pulls, one a token with a route
+        to its experts, and partial rows that come home, one a rank that a token goes to."""
         ranks = torch.arange(self.ep_size, device=self.device)
         goes_to = (self.topk_idx // (self.shape.num_experts // self.ep_size)).unsqueeze(-1) == ranks
         home = torch.arange(len(self.topk_idx), device=self.device) // self.num_tokens
         leaves_home = goes_to.any(1) & (home.unsqueeze(-1) != ranks)
-        pulled = leaves_home.sum(0)
         partial_rows = leaves_home.sum(1).view(self.ep_size, self.num_tokens).sum(1)
-        busiest = int((pulled + partial_rows).argmax())
-        return int(pulled[busiest]), int(partial_rows[busiest])
+        return leaves_home.sum(0), partial_rows
 
 
 def dispatch_for(
@@ -344,8 +341,9 @@ def measure(
         f"{counts.min().item()} to {counts.max().item()} an expert"
     )
     between_devices = case.ep > 1 and not case.virtual
+    ranks_a_device = 1 if between_devices else case.ep
     process_group = peers.group if between_devices else None
-    received = problem.most_received_rows() if between_devices else None
+    received = problem.received_rows() if between_devices else None
     if between_devices:
         problem = problem.of_rank(peers.rank)
     dispatches: dict[str, dict[str, Callable]] = {direction: {} for direction in case.directions}
@@ -368,8 +366,7 @@ def measure(
         launch, dense_flops = dense_launch(dense_size, ACTIVATION_DTYPES[precision], device)
         dense_tflops = dense_flops / peers.slowest(time_ms(launch, device)) / 1e9
         for direction in case.directions:
-            ranks_here = case.ep if case.virtual else 1
-            flops = problem.shape.flops(direction, ranks_here * case.tokens_per_rank)
+            flops = problem.shape.flops(direction, ranks_a_device * case.tokens_per_rank)
             unfused_ms = None
             for implementation, dispatch in dispatches[direction].items():
                 launch = make_launch(direction, dispatch, problem)
@@ -412,11 +409,12 @@ def measure(
 
 
 def _received_bytes(
-    received: tuple[int, int], direction: str, source: str | None, problem: Problem
+    received: tuple[Tensor, Tensor], direction: str, source: str | None, problem: Problem
 ) -> int:
-    """Of a call, with `Problem.most_received_rows`: a forward pulls x; a backward dy, and x unless
-    its rows still lie in the workspace. Router gradients, a number a route, are left out."""
+    """Of a call, by the rank that receives most, with `Problem.received_rows`: a forward pulls x; a
+    backward dy, and x unless its rows still lie in the workspace. Router gradients, a number a
+    route, are left out."""
     pulled, partial_rows = received
     num_pulls = 1 if direction == "forward" or source == "workspace" else 2
     row_bytes = problem.shape.hidden * ACTIVATION_DTYPES[problem.precision].itemsize
-    return (num_pulls * pulled + partial_rows) * row_bytes
+    return int((num_pulls * pulled + partial_rows).max()) * row_bytes

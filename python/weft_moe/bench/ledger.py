@@ -20,6 +20,9 @@ import torch
 # What `sources_sha256` covers, and what must be committed for `commit` to name it.
 _SOURCES = ("include", "src")
 
+# What a results file has rows of, measured apart.
+_LISTS = ("layer", "step")
+
 # Implementation -> colour of its bars.
 _COLORS = {"unfused": "tab:gray", "weft": "tab:blue"}
 
@@ -99,14 +102,19 @@ def write_record(
     plot(record, path.with_suffix(".png"))
 
 
-def merge(path: Path, name: str, rows: list[dict[str, object]], key: tuple[str, ...]) -> None:
+def merge(
+    path: Path, name: str, rows: list[dict[str, object]], key: tuple[str, ...]
+) -> dict[str, Any]:
     """Put rows into the list `name` of a results file, in place of earlier ones that have the same
     values of `key`. All else in it stays; a file that is not there is made.
+
+    Returns:
+        What the file now holds.
 
     Raises:
         ValueError: the file is no results file; it is as before.
     """
-    record = read_record(path, name)
+    record = _read(path)
 
     def values(row: dict[str, object]) -> tuple[object, ...]:
         return tuple(row.get(field) for field in key)
@@ -117,6 +125,7 @@ def merge(path: Path, name: str, rows: list[dict[str, object]], key: tuple[str, 
     incomplete = path.with_name(f".{path.name}.incomplete")
     incomplete.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     os.replace(incomplete, path)
+    return record
 
 
 def is_of_other_sources(path: Path, root: Path) -> bool:
@@ -126,25 +135,22 @@ def is_of_other_sources(path: Path, root: Path) -> bool:
     Raises:
         ValueError: the file is no results file.
     """
-    measured = read_record(path).get("sources_sha256")
+    measured = _read(path).get("sources_sha256")
     return measured is not None and measured != sources_sha256(root)
 
 
-def read_record(path: Path, name: str = "step") -> dict[str, Any]:
-    """What a results file holds, nothing if it is not there.
-
-    Raises:
-        ValueError: it is no results file, in which `name` would be a list.
-    """
+def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is no results file ({error}): name another") from error
-    if not isinstance(record, dict) or not isinstance(record.get(name, []), list):
+    lists = [record.get(name, []) for name in _LISTS] if isinstance(record, dict) else [None]
+    if not all(isinstance(rows, list) for rows in lists):
+        names = " and ".join(f"`{name}`" for name in _LISTS)
         raise ValueError(
-            f"{path} is no results file, which is an object with a list `{name}`: name another"
+            f"{path} is no results file, which is an object with lists {names}: name another"
         )
     return record
 

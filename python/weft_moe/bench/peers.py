@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..train.ranks import default_group, local_device
+
 
 @dataclass(frozen=True)
 class Peers:
@@ -55,14 +57,6 @@ def join_peers(device: torch.device) -> Iterator[tuple[Peers, torch.device]]:
     if not was_launched():
         yield ALONE, device
         return
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    starts_group = not dist.is_initialized()
-    if starts_group:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
+    device = local_device(device.type)
+    with default_group(device):
         yield Peers(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), device
-    finally:
-        if starts_group:
-            dist.destroy_process_group()

@@ -63,17 +63,20 @@ class Ranks:
         return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]
 
 
-@contextlib.contextmanager
-def join_ranks(config: Config) -> Iterator[Ranks]:
-    """Join the ranks that a launcher such as torchrun started; without one, be the only rank.
+def local_device(device_type: str) -> torch.device:
+    """The device of this process, which becomes the current one: on GPUs that of its number among
+    those that a launcher started on this machine."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
 
-    Raises:
-        ConfigError: the configuration cannot be run on this number of ranks.
-    """
-    device = torch.device(config.trainer.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
+
+@contextlib.contextmanager
+def default_group(device: torch.device) -> Iterator[None]:
+    """With torch's default process group: of the ranks that a launcher such as torchrun started, or
+    of this one alone. One that is there already is used, and left."""
     starts_group = not dist.is_initialized()
     if starts_group:
         if "RANK" not in os.environ:
@@ -85,6 +88,21 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         else:
             dist.init_process_group("gloo")
     try:
+        yield
+    finally:
+        if starts_group:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def join_ranks(config: Config) -> Iterator[Ranks]:
+    """Join the ranks that a launcher such as torchrun started; without one, be the only rank.
+
+    Raises:
+        ConfigError: the configuration cannot be run on this number of ranks.
+    """
+    device = local_device(config.trainer.device_type)
+    with default_group(device):
         num_ranks, trainer = dist.get_world_size(), config.trainer
         config.check_world(num_ranks)
         copies, ep = trainer.dp_replicate, trainer.ep
@@ -95,6 +113,3 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             init_device_mesh(device.type, (copies, shards, ep), mesh_dim_names=names),
             init_device_mesh(device.type, (copies, shards * ep), mesh_dim_names=names[:2]),
         )
-    finally:
-        if starts_group:
-            dist.destroy_process_group()

@@ -14,8 +14,8 @@ inline constexpr int32_t kTileK = 64;   // one 128-byte swizzle row of bf16
 inline constexpr int32_t kTileN = 256;  // columns of an accumulator: 256 of H or I, or 128 of gate and the same of up
 inline constexpr int32_t kGateUpCols = kTileN / 2;
 inline constexpr int32_t kStages = 4;
-inline constexpr int32_t kTaskSlots =
-    2;  // a load lane may be at the next task while math warps have yet to take this one
+// Two: a load lane may be at the next task while math warps have yet to take this one.
+inline constexpr int32_t kTaskSlots = 2;
 // A task is claimed when so many stages of the one before are left to load: enough to find it and to see its inputs
 // there. Claimed earlier, tasks that share a weight tile would start as far apart as what their clusters do first
 // takes.
