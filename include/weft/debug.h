@@ -13,7 +13,7 @@ extern "C" {
 
 /* What a call consists of, behind its routing plan. A direction has the phases of its own tasks. */
 typedef enum weft_phase {
-  WEFT_PHASE_PULL = 1,            /* rows of tokens are brought into the pool of rows by expert */
+  WEFT_PHASE_PULL = 1,            /* several ranks: rows of tokens are brought from their owners */
   WEFT_PHASE_COMBINE = 2,         /* rows of a token are summed and brought home */
   WEFT_PHASE_GATE_UP = 4,         /* forward: z and a'; backward: z, where it is made again */
   WEFT_PHASE_DOWN = 8,            /* forward: o */
@@ -37,7 +37,7 @@ typedef enum weft_trace_kind {
   WEFT_TRACE_COMBINE = 8,
   WEFT_TRACE_SUM_TOKENS = 9,
   WEFT_TRACE_DRAIN = 10, /* waiting for the peers' pulls */
-  WEFT_TRACE_LOAD = 11   /* the load lane of a CTA, from the CTA's start to its last load */
+  WEFT_TRACE_LOAD = 11   /* a load warp of a CTA, from the CTA's start to its last load */
 } weft_trace_kind;
 
 typedef struct weft_trace_record {
@@ -52,9 +52,7 @@ typedef struct weft_trace_record {
 typedef struct weft_debug {
   size_t struct_size;
   uint32_t skipped_phases; /* a sum of weft_phase that this call leaves out, one rank only. What they would have made is
-                              taken as it lies in the workspace, from an earlier call; this call's results mean nothing.
-                              dx rows lie where dy was: a backward without pulls has rows of o or dx for dy, and one
-                              with pulls but without down_dgrad, which waits for them, dy among its dx rows */
+                              taken as an earlier call left it in the workspace; this call's results mean nothing */
   uint32_t max_delay_ns;   /* > 0: roles of the kernels sleep now and then, up to this long, before they take a task and
                               between their work and the flag that tells of it; at most 1,000,000 */
   uint32_t delay_seed;     /* which of them sleep, and how long */

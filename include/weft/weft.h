@@ -67,7 +67,7 @@ typedef enum weft_dtype { WEFT_DTYPE_FP64 = 0, WEFT_DTYPE_FP32 = 1, WEFT_DTYPE_B
 /* What a forward keeps for its backward. */
 typedef enum weft_save {
   WEFT_SAVE_GATE_UP = 0, /* z of the routed rows of one pass in the caller's `saved` buffer */
-  WEFT_SAVE_INPUTS = 1   /* nothing: backward pulls x again and recomputes z, unless the workspace still has both */
+  WEFT_SAVE_INPUTS = 1   /* nothing: backward brings x again and recomputes z, unless the workspace still has both */
 } weft_save;
 
 typedef enum weft_schedule {
@@ -79,9 +79,9 @@ typedef enum weft_schedule {
 /* Where a backward took its rows from (weft_backward_args.source). What a forward leaves is one pass: a call of several
  * is WEFT_SOURCE_RECOMPUTED, which a GPU, whose host does not know the passes, tells only where nothing was saved. */
 typedef enum weft_backward_source {
-  WEFT_SOURCE_SAVED = 0,     /* z from `saved`, x pulled again */
-  WEFT_SOURCE_WORKSPACE = 1, /* x rows and z still lay in the workspace: nothing pulled or recomputed */
-  WEFT_SOURCE_RECOMPUTED = 2 /* x pulled again, z recomputed */
+  WEFT_SOURCE_SAVED = 0,     /* z from `saved`, x brought again (a GPU's single rank reads it where it lies) */
+  WEFT_SOURCE_WORKSPACE = 1, /* z, and x where it was brought, still lay in the workspace: only dy is brought */
+  WEFT_SOURCE_RECOMPUTED = 2 /* x brought again, z recomputed */
 } weft_backward_source;
 
 typedef struct weft_config {

@@ -50,8 +50,8 @@ BACKWARD_SOURCES = ("saved", "workspace", "recomputed")
 
 @dataclass(frozen=True)
 class Record:
-    """What one warp did: a tile of a matrix task, a ticket of communication, or all that the load
-    lane of a CTA did ("load"). Waits are part of it. Times are of the device's global timer."""
+    """What one warp did: a tile of a matrix task, a ticket of communication, or all that a load
+    warp of a CTA did ("load"). Waits are part of it. Times are of the device's global timer."""
 
     kind: str
     begin_ns: int

@@ -18,7 +18,6 @@ enum class FlagKind : int32_t {
   kZReady,       // tiles of a block: z, where a backward makes it again
   kMidReady,     // tiles of a block: a' in forward, dz in backward
   kOutReady,     // tiles of a block: o in forward, dx rows in backward
-  kDyRead,       // tiles of an expert: those of down_wgrad, behind which dx rows may take the place of dy
   kPulled,       // pull tasks finished
   kPassOpen,     // the pass that the leader has opened
   kWorkersDone,  // workers that have left the pass
@@ -34,7 +33,6 @@ struct PassFlags {
   uint32_t* z_ready;        // [capacity_blocks]
   uint32_t* mid_ready;      // [capacity_blocks]
   uint32_t* out_ready;      // [kMaxParts, capacity_blocks]
-  uint32_t* dy_read;        // [e]
 };
 
 struct LocalFlags {
@@ -50,7 +48,7 @@ struct LocalFlags {
 WEFT_HD inline LocalFlags carve_local_flags(Carver& carver, const LayerShape& shape) {
   constexpr int64_t kCounters = 4;
   LocalFlags flags{};
-  flags.words_per_bank = kCounters + (3 + kMaxParts) * int64_t{shape.capacity_blocks} + shape.num_local_experts();
+  flags.words_per_bank = kCounters + (3 + kMaxParts) * int64_t{shape.capacity_blocks};
   flags.words = carver.take<uint32_t>(kNumBanks * flags.words_per_bank + 1);
   if (flags.words == nullptr) return flags;  // measuring
   for (int32_t bank = 0; bank < kNumBanks; ++bank) {
@@ -63,8 +61,7 @@ WEFT_HD inline LocalFlags carve_local_flags(Carver& carver, const LayerShape& sh
                          blocks,
                          blocks + shape.capacity_blocks,
                          blocks + 2 * int64_t{shape.capacity_blocks},
-                         blocks + 3 * int64_t{shape.capacity_blocks},
-                         blocks + (3 + kMaxParts) * int64_t{shape.capacity_blocks}};
+                         blocks + 3 * int64_t{shape.capacity_blocks}};
   }
   flags.pass_open = flags.words + kNumBanks * flags.words_per_bank;
   return flags;

@@ -68,8 +68,6 @@ const char* flag_name(FlagKind kind) {
       return "mid_ready";
     case FlagKind::kOutReady:
       return "out_ready";
-    case FlagKind::kDyRead:
-      return "dy_read";
     case FlagKind::kPulled:
       return "pulled";
     case FlagKind::kPassOpen:

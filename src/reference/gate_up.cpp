@@ -71,22 +71,23 @@ template <class Element, class Real>
 void gate_up_wgrad_tile(const State<Element, Real>& state, const TaskOrder& order, const MatrixTask& task) {
   const LayerShape& shape = state.shape();
   const GemmFormats formats = state.recipe->wgrad;
-  const int32_t tiles = order.num_weight_row_tiles(task.kind);
-  const bool is_up = task.m_tile >= tiles;
-  const int64_t first_row = int64_t{task.m_tile % tiles} * kBlockRows;
-  const int64_t num_rows = min_of<int64_t>(kBlockRows, shape.intermediate - first_row);
-  const PoolRows cols = cols_of_tile(order, task.kind, task.n_tile, shape.hidden);
+  const int32_t tiles = order.num_n_tiles(task.kind) / 2;
+  const bool is_up = task.n_tile >= tiles;
+  const PoolRows weight_rows = cols_of_tile(order, task.kind, task.n_tile % tiles, shape.intermediate);
+  const int64_t first_col = int64_t{task.m_tile} * kBlockRows;
+  const int64_t num_cols = min_of<int64_t>(kBlockRows, shape.hidden - first_col);
   const PoolRows rows = rows_of_expert(order, task.local_expert);
   const int64_t z_cols = 2 * shape.intermediate;
   const Span2d<const Real> dz = dense<const Real>(state.workspace.dz + rows.begin * z_cols, rows.count, z_cols);
   const Span2d<const Real> x =
       dense<const Real>(state.workspace.x + rows.begin * shape.hidden, rows.count, shape.hidden);
-  std::vector<Real> values(static_cast<size_t>(num_rows * cols.count));
-  const Span2d<Real> tile = dense(values.data(), num_rows, cols.count);
-  const int64_t first_z_col = first_row + (is_up ? shape.intermediate : 0);
-  product<Real, Real, Real>(dz.block(0, first_z_col, rows.count, num_rows).transposed(), formats.activation,
-                            x.block(0, cols.begin, rows.count, cols.count).transposed(), formats.other, tile);
-  finish_wgrad_tile(state, order, task, is_up ? WeightKind::kUp : WeightKind::kGate, first_row, cols.begin, tile);
+  std::vector<Real> values(static_cast<size_t>(weight_rows.count * num_cols));
+  const Span2d<Real> tile = dense(values.data(), weight_rows.count, num_cols);
+  const int64_t first_z_col = weight_rows.begin + (is_up ? shape.intermediate : 0);
+  product<Real, Real, Real>(dz.block(0, first_z_col, rows.count, weight_rows.count).transposed(), formats.activation,
+                            x.block(0, first_col, rows.count, num_cols).transposed(), formats.other, tile);
+  finish_wgrad_tile(state, order, task, is_up ? WeightKind::kUp : WeightKind::kGate, weight_rows.begin, first_col,
+                    tile);
 }
 
 #define INSTANTIATE(Element, Real)                                                                     \

@@ -12,9 +12,8 @@
 //   matrix  gate_up         rows_ready[block] == its rows               mid_ready[block] += 1
 //           down            mid_ready[block] == gate_up tiles           out_ready[block] += 1
 //           down_dgrad      rows_ready[block] == its rows               mid_ready[block] += 1
-//           gate_up_dgrad   mid_ready[block] == down_dgrad tiles,       out_ready[block] += 1
-//                           dy_read[expert] == down_wgrad tiles
-//           wgrads          mid_ready of all blocks of the expert       down: dy_read[expert] += 1, if there are dx
+//           gate_up_dgrad   mid_ready[block] == down_dgrad tiles        out_ready[block] += 1
+//           wgrads          mid_ready of all blocks of the expert       (the gradient tile is complete)
 //   leader  one worker of the rank: meets the other ranks between passes, clears the bank of the next pass
 #pragma once
 
@@ -296,9 +295,6 @@ class Worker {
     if (!wait_inputs(order, task, ticket)) return false;
     memory_.fence_async_proxy();
     bodies_.matrix(order, task, memory_);
-    if (task.kind == TaskKind::kDownWgrad && order.num_dy_readers() > 0) {  // read; the gradient may have yet to land
-      memory_.release_add(&flags(order).dy_read[task.local_expert], 1, Scope::kRank);
-    }
     if (is_wgrad(task.kind)) return true;
     memory_.wait_copies();
     const bool makes_mid = task.kind == TaskKind::kGateUp || task.kind == TaskKind::kDownDgrad;
@@ -316,11 +312,8 @@ class Worker {
                           {wait_task(task.kind), ticket, FlagKind::kRowsReady, block, -1});
       }
       case TaskKind::kDown:
-        return wait_mid(order, task.m_tile, wait_task(task.kind), ticket);
       case TaskKind::kGateUpDgrad:
-        return wait_mid(order, task.m_tile, wait_task(task.kind), ticket) &&
-               gate_.wait(&flags(order).dy_read[task.local_expert], static_cast<uint32_t>(order.num_dy_readers()),
-                          Scope::kRank, {wait_task(task.kind), ticket, FlagKind::kDyRead, task.local_expert, -1});
+        return wait_mid(order, task.m_tile, wait_task(task.kind), ticket);
       case TaskKind::kDownWgrad:
       case TaskKind::kGateUpWgrad: {
         const BlockRange blocks = order.blocks(task.local_expert);

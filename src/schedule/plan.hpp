@@ -7,8 +7,8 @@
 // blocks [p * capacity_blocks, (p + 1) * capacity_blocks), so any routing fits a fixed capacity and nothing is ever
 // dropped.
 //
-// An entry is one (source rank, token, pass) with at least one row here: it is pulled once, fanned out to its rows, and
-// its rows are summed before one partial row goes home.
+// An entry is one (source rank, token, pass) with at least one row here: it is pulled once for all its rows, and
+// these are summed before one partial row goes home.
 #pragma once
 
 #include <cstdint>

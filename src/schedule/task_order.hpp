@@ -53,9 +53,9 @@ struct MatrixTask {
   TaskKind kind;
   TilePair pair;
   int32_t local_expert;
-  int32_t
-      m_tile;  // wgrad: tile of the rows of the weight (gate_up: those of gate, then those of up); else virtual block
-  int32_t n_tile;  // tile of the columns of the output; gate_up: the same columns of g and of u
+  int32_t m_tile;  // virtual block; wgrad: tile of H
+  int32_t n_tile;  // tile of the columns of the output; gate_up: the same columns of g and of u; wgrad: tile of I
+                   // (gate_up: those of gate, then those of up)
 };
 
 enum class CommTaskKind : int32_t { kPull, kPullsDone, kCombine, kSumTokens, kDrain };
@@ -125,6 +125,7 @@ struct BlockRange {  // virtual pool blocks
 struct CommBatch {
   int32_t pull_rows;  // of the pool
   int32_t combine_entries;
+  bool pulls_alone = true;  // one rank as well, into a pool; else its tasks take tokens from where they lie
 };
 
 // How work is cut: columns of a tile of each kind (rows are kBlockRows always); whether a task is two tiles where it
@@ -181,7 +182,7 @@ WEFT_HD inline CommOrder comm_order(const Plan& plan, int32_t pass, int64_t num_
           comm.combine_entries,
           sum_batch,
           begin_block * kBlockRows,
-          max_of(0, end_block - begin_block) * kBlockRows,
+          plan.shape.ep_size > 1 || comm.pulls_alone ? max_of(0, end_block - begin_block) * kBlockRows : 0,
           first_entry,
           plan.pass_entry_begin[pass + 1] - first_entry,
           own_tokens,
@@ -197,9 +198,10 @@ WEFT_HD inline int32_t first_row(const Plan& plan, const Entry& entry) {
   return first;
 }
 
-// The rows that a pull brings when it comes to pool row `row`, so that early blocks are soon complete and yet no row
-// crosses twice: a row of an own token alone, copied from where the token lies; with the first row of a peer's entry
-// all rows of the entry; with any other row of it none; a padding row, which is zeroed. each(row), in order.
+// The rows that a pull into a pool brings, on the CPU, when it comes to pool row `row`, so that early blocks are soon
+// complete and yet no row crosses twice: a row of an own token alone, copied from where the token lies; with the first
+// row of a peer's entry all rows of the entry; with any other row of it none; a padding row, which is zeroed.
+// each(row), in order.
 template <class Each>
 WEFT_HD void for_each_pulled_row(const Plan& plan, int32_t row, Each each) {
   const RouteRef route = plan.row_route[row];
@@ -285,7 +287,7 @@ class TaskOrder {
       if (!may_be_wanted(kind)) continue;
       // A boundary between passes cuts one expert at most, whose weight gradient is then made in both.
       const int64_t wgrads = shape().num_local_experts() + shape().max_passes() - 1;
-      tasks += (is_wgrad(kind) ? wgrads * wgrad_m_tiles(kind) : shape().max_blocks()) * num_n_tiles(kind);
+      tasks += (is_wgrad(kind) ? wgrads * num_wgrad_m_tiles() : shape().max_blocks()) * num_n_tiles(kind);
     }
     return tasks;
   }
@@ -308,10 +310,9 @@ class TaskOrder {
   WEFT_HD int32_t physical_block(int32_t block) const { return block % shape().capacity_blocks; }
 
   WEFT_HD int32_t num_n_tiles(TaskKind kind) const {
-    const bool spans_hidden =
-        kind == TaskKind::kDown || kind == TaskKind::kGateUpDgrad || kind == TaskKind::kGateUpWgrad;
+    const bool spans_hidden = kind == TaskKind::kDown || kind == TaskKind::kGateUpDgrad;
     const int64_t cols = spans_hidden ? shape().hidden : shape().intermediate;
-    return ceil_div(static_cast<int32_t>(cols), tile_cols(kind));
+    return ceil_div(static_cast<int32_t>(cols), tile_cols(kind)) * (kind == TaskKind::kGateUpWgrad ? 2 : 1);
   }
   // A selection, not an index: one known only at run time would put the whole object into a kernel's local memory.
   WEFT_HD int32_t tile_cols(TaskKind kind) const {
@@ -319,17 +320,6 @@ class TaskOrder {
     return of(TaskKind::kGateUp, tiling_.cols[0]) + of(TaskKind::kDown, tiling_.cols[1]) +
            of(TaskKind::kDownDgrad, tiling_.cols[2]) + of(TaskKind::kGateUpDgrad, tiling_.cols[3]) +
            of(TaskKind::kDownWgrad, tiling_.cols[4]) + of(TaskKind::kGateUpWgrad, tiling_.cols[5]);
-  }
-  // Tiles over the rows of one gate, up or down weight.
-  WEFT_HD int32_t num_weight_row_tiles(TaskKind kind) const {
-    const int64_t rows = kind == TaskKind::kDownWgrad ? shape().hidden : shape().intermediate;
-    return static_cast<int32_t>(ceil_div<int64_t>(rows, kBlockRows));
-  }
-
-  // Tiles of down_wgrad that read an expert's rows of dy, which its dx rows then replace.
-  WEFT_HD int32_t num_dy_readers() const {
-    if (!work_.dgrad || !work_.down_wgrad) return 0;
-    return wgrad_m_tiles(TaskKind::kDownWgrad) * num_n_tiles(TaskKind::kDownWgrad);
   }
 
   // A weight gradient is made in every pass in which its expert has blocks. An expert without rows has its turn too, in
@@ -418,10 +408,10 @@ class TaskOrder {
   }
   WEFT_HD int32_t num_m_tiles(TaskKind kind, int32_t local_expert) const {
     if (!is_wgrad(kind)) return blocks(local_expert).size();
-    return makes_wgrad(local_expert) ? wgrad_m_tiles(kind) : 0;
+    return makes_wgrad(local_expert) ? num_wgrad_m_tiles() : 0;
   }
-  WEFT_HD int32_t wgrad_m_tiles(TaskKind kind) const {
-    return num_weight_row_tiles(kind) * (kind == TaskKind::kGateUpWgrad ? 2 : 1);
+  WEFT_HD int32_t num_wgrad_m_tiles() const {
+    return static_cast<int32_t>(ceil_div<int64_t>(shape().hidden, kBlockRows));
   }
   WEFT_HD BlockRange experts_of(int32_t group) const {
     return {group * experts_per_group_, min_of((group + 1) * experts_per_group_, shape().num_local_experts())};

@@ -131,6 +131,22 @@ def test_experts_without_rows_and_masked_routes_have_gradients_of_exactly_zero(s
     assert not grads["dgate_up"][3].any() and not grads["ddown"][3].any()
 
 
+@pytest.mark.parametrize("save", SAVES)
+def test_what_is_not_finite_stays_with_its_token_and_the_experts_of_it(save: str) -> None:
+    """Padding rows of a tile hold values of some row: it must be one of the same expert."""
+    problem = Problem(num_tokens=100, num_experts=16)
+    problem.x[0] = float("nan")
+    problem.dy[1] = float("inf")
+    y, grads = problem.run(), problem.gradients(save=save)
+    assert y[0].isnan().all() and y[1:].isfinite().all()
+    assert not grads["dx"][:2].isfinite().any() and grads["dx"][2:].isfinite().all()
+    touched = torch.zeros(16, dtype=torch.bool, device=DEVICE)
+    touched[problem.topk_idx[:2].flatten()] = True
+    for name in ("dgate_up", "ddown"):
+        assert grads[name][~touched].isfinite().all(), name
+        assert not grads[name][touched].isfinite().flatten(1).all(1).any(), name
+
+
 def test_experts_without_rows_add_nothing_to_main_grad() -> None:
     problem = Problem(num_tokens=300, route=ROUTES["all_to_one_expert"])
     main_grad = [torch.ones(t.shape, device=DEVICE) for t in (problem.gate_up, problem.down)]

@@ -322,11 +322,15 @@ def _backward_wanted(_, passes: bool) -> None:
     """Only what is wanted, in other dtypes, and added into buffers."""
     group = weft.virtual_ep_group(4, device="cuda", max_tokens=384)
     ranks = Ranks([384, 100, 384, 200], route=_to_first_rank if passes else None)
+    other = Ranks([384, 300, 1, 384], seed=1)
     expected = ranks.gradients(group)
     for wanted in (("dx",), ("dtopk_weights",), ("dgate_up", "ddown"), ("dx", "ddown")):
         for save in ("gate_up", "inputs"):
             grads = ranks.gradients(group, wanted, save=save)
             _assert_same_gradients(grads, expected, f"only {wanted}, save {save}")
+        # With rows of others in the workspace: what is wanted says whether x is brought again.
+        grads = ranks.gradients(group, wanted, between=lambda: other.run(group))
+        _assert_same_gradients(grads, expected, f"only {wanted}, behind another call")
     exact = ranks.gradients(group, grad_dtype=torch.float32)
     ranks.check_gradients(exact)
     rounded = {name: [part.bfloat16() for part in exact[name]] for name in ("dgate_up", "ddown")}
@@ -795,8 +799,14 @@ def test_ranks_share_the_sms_of_a_gpu() -> None:
 
 def _too_large(_) -> None:
     ranks = Ranks([100, 200])
-    with pytest.raises(MemoryError, match=r"bytes of symmetric memory on device 0"):
+    with pytest.raises(RuntimeError, match=r"would take 476 GiB; the CUDA backend counts up to 64"):
         ranks.run(weft.virtual_ep_group(2, device="cuda", max_tokens=400_000_000))
+    free, _ = torch.cuda.mem_get_info()
+    held = torch.empty(max(0, free - (32 << 30)), dtype=torch.uint8, device="cuda")
+    with pytest.raises(MemoryError, match=r"bytes of symmetric memory on device 0"):
+        ranks.run(weft.virtual_ep_group(2, device="cuda", max_tokens=50_000_000))
+    del held
+    torch.cuda.empty_cache()
     torch.cuda.synchronize()
     ranks.check(ranks.run(weft.virtual_ep_group(2, device="cuda", max_tokens=512)))
 

@@ -43,6 +43,6 @@ def test_faults_are_found(tmp_path: Path, root: Path) -> None:
 def test_troubleshooting_knows_every_flag_of_a_stall(root: Path) -> None:
     source = (root / "src/protocol/stall.cpp").read_text()
     names = re.findall(r'return "(\w+)";', source[source.index("flag_name") :])
-    assert "entry" in names and "dy_read" in names
+    assert "entry" in names and "mid_ready" in names
     text = (root / "docs/troubleshooting.md").read_text()
     assert [name for name in names if name != "unknown" and f"`{name}`" not in text] == []

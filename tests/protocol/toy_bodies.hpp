@@ -68,7 +68,6 @@ class ToyBodies {
       for (int32_t tile = 0; tile < order.num_n_tiles(producer); ++tile) {
         sum = mix(sum, mix(memory.read(tiles + tile), static_cast<uint64_t>(row % kBlockRows)));
       }
-      if (!forward_ && from_out) memory.read(own_.pool_dy + static_cast<int32_t>(plan.physical_row(row)));  // dx rows
     }
     const Machine::Cell home =
         ranks_[static_cast<size_t>(entry.source)].partial + entry.token * plan.shape.slots_per_token() + entry.slot;
@@ -113,8 +112,6 @@ class ToyBodies {
       case TaskKind::kDown:
       case TaskKind::kGateUpDgrad:
         value = mix(value, mid_tiles(order, task.m_tile, memory));
-        // Its columns of dx rows take the place of dy, whose cells are rows: the first tile's stand for all.
-        if (!forward_ && task.n_tile == 0) overwrite_rows(order, task, own_.pool_dy, value, memory);
         return memory.store(out_tile(order, task.m_tile) + task.n_tile, value);
       case TaskKind::kDownWgrad:
       case TaskKind::kGateUpWgrad: {
@@ -150,13 +147,6 @@ class ToyBodies {
       value = mix(value, memory.load(pool + order.physical_block(block) * kBlockRows + n));
     }
     return value;
-  }
-  template <class Memory>
-  void overwrite_rows(const TaskOrder& order, const MatrixTask& task, Machine::Cell pool, uint64_t value,
-                      Memory& memory) {
-    for (int32_t n = 0; n < order.valid_rows(task.local_expert, task.m_tile); ++n) {
-      memory.store(pool + order.physical_block(task.m_tile) * kBlockRows + n, value);
-    }
   }
   template <class Memory>
   uint64_t mid_tiles(const TaskOrder& order, int32_t block, Memory& memory) {

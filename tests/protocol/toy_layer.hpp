@@ -181,9 +181,6 @@ class ToyLayer {
         add(&flags.z_ready[block], "z_ready", FlagKind::kZReady, block);
         add(&flags.mid_ready[block], "mid_ready", FlagKind::kMidReady, block);
       }
-      for (int32_t expert = 0; expert < shape().num_local_experts(); ++expert) {
-        add(&flags.dy_read[expert], "dy_read", FlagKind::kDyRead, expert);
-      }
       for (int32_t flag = 0; flag < kMaxParts * shape().capacity_blocks; ++flag) {
         add(&flags.out_ready[flag], "out_ready", FlagKind::kOutReady, flag);
       }

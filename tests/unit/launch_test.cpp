@@ -106,8 +106,25 @@ TEST(Workspace, TakesTheBytesThatTheGuideSays) {
     return bytes_of(shape, Direction::kBackward) - bytes_of(shape, Direction::kForward) - table_bytes(shape);
   };
   const int64_t carried = 24 * intermediate * hidden;
-  EXPECT_EQ(extra(kShape), rows * (4 * intermediate + 4 * 3) + carried);
-  EXPECT_EQ(extra(one_pass), one_pass.capacity_rows() * (4 * intermediate + 4 * 3));
+  const int64_t pulled = 2 * kShape.ep_size * kShape.max_tokens * hidden;
+  EXPECT_EQ(extra(kShape), rows * (4 * intermediate + 4 * 3) + pulled + carried);
+  EXPECT_EQ(extra(one_pass), one_pass.capacity_rows() * (4 * intermediate + 4 * 3) + pulled);
+
+  LayerShape alone = one_pass;
+  alone.ep_size = 1;
+  alone.ep_rank = 0;
+  alone.capacity_blocks = static_cast<int32_t>(alone.max_blocks());
+  EXPECT_EQ(extra(alone), alone.capacity_rows() * (4 * intermediate + 4 * 3));
+  EXPECT_EQ(carve_at_some_place(alone, Direction::kBackward).x, nullptr);
+}
+
+TEST(Workspace, KnowsItsLargestArrayOfRows) {
+  EXPECT_EQ(most_row_bytes(kShape), 1296 * int64_t{128} * 2048 * 2);
+  LayerShape many_ranks = kShape;
+  many_ranks.capacity_blocks = 1;
+  EXPECT_EQ(most_row_bytes(many_ranks), 8 * int64_t{16384} * 2048 * 2);
+  many_ranks.max_tokens = 1 << 22;
+  EXPECT_GT(most_row_bytes(many_ranks), kMostRowBytes);
 }
 
 TEST(Roll, LaunchesTheCallsOfItsRanksInOrder) {

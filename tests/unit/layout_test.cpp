@@ -154,7 +154,6 @@ TEST(Layout, BanksOfLocalFlagsCoverTheirWordsOnce) {
       ++bank.mid_ready[block];
       for (int32_t part = 0; part < kMaxParts; ++part) ++bank.out_ready[part * shape.capacity_blocks + block];
     }
-    for (int32_t expert = 0; expert < shape.num_local_experts(); ++expert) ++bank.dy_read[expert];
     const int64_t begin = flags.bank_words(pass) - flags.words;
     for (int64_t word = 0; word < kNumBanks * flags.words_per_bank; ++word) {
       const bool inside = word >= begin && word < begin + flags.words_per_bank;

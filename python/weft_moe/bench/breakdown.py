@@ -1,7 +1,8 @@
 """Where the time of a call of Weft's layer goes: the call with phases left out, and a trace of it.
 
 What is left out is there as an earlier call left it, so that the rest works on real rows: zeroes
-would draw less power and flatter it. A backward without pulls has rows of o in the place of dy.
+would draw less power and flatter it. One rank has nothing to pull: its calls with and without
+pulls differ by noise.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 // The fused backward of one rank: one persistent kernel (stage/persistent.cuh is its role table).
 //
 //   task            operands                    epilogue                                       waits for    raises
-//   gate_up         x pool, W_gate and W_up     z, where dz will be                            rows_ready   z_ready
-//   down_dgrad      dy pool, W_down             SwiGLU', router weight; dz, a', parts of dw    rows_ready   mid_ready
-//   gate_up_dgrad   dz pool, W_gate and W_up    dx rows, in the place of dy                    mid_ready,   out_ready
-//                                                                                              dy_read
-//   down_wgrad      dy pool, a' pool            dW_down                                        mid_ready    dy_read
-//   gate_up_wgrad   dz pool, x pool             dW_gate, dW_up                                 mid_ready    -
+//   gate_up         rows of x, W_gate, W_up     z, where dz will be                            rows_ready*  z_ready
+//   down_dgrad      rows of dy, W_down          SwiGLU', router weight; dz, a', parts of dw    rows_ready*  mid_ready
+//   gate_up_dgrad   dz pool, W_gate and W_up    dx rows                                        mid_ready    out_ready
+//   down_wgrad      rows of dy, a' pool         dW_down                                        mid_ready    -
+//   gate_up_wgrad   rows of x, dz pool          dW_gate, dW_up                                 mid_ready    -
 //
 // z of a down_dgrad tile comes through the ring of stages behind the tile's last step, and dz goes out from there.
 // There are gate_up tasks only where z has to be made again - nothing was saved, or there are several passes, of which
 // a forward leaves one - and down_dgrad then waits for z_ready. What is made lies in the pool of dz: each tile of z is
 // read once, by the task that puts dz in its place.
+// * of several ranks
 #pragma once
 
 #include "core/status.hpp"

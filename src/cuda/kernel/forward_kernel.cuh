@@ -1,8 +1,10 @@
 // The fused forward of one rank: one persistent kernel (stage/persistent.cuh is its role table).
 //
 //   task      operands                        epilogue                      waits for      raises
-//   gate_up   x pool, W_gate and W_up         SwiGLU, router weight; a', z  rows_ready     mid_ready
+//   gate_up   rows of x, W_gate, W_up         SwiGLU, router weight; a', z  rows_ready*    mid_ready
 //   down      a' pool, W_down                 o                             mid_ready      out_ready
+//
+// * of several ranks
 #pragma once
 
 #include "core/status.hpp"

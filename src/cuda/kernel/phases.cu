@@ -20,15 +20,10 @@ __global__ void raise_flags_kernel(const __grid_constant__ PersistentParams para
   const auto is_skipped = [&](TaskKind kind) { return (skipped & matrix_phase(kind)) != 0; };
   const bool no_z = !forward && is_skipped(TaskKind::kGateUp);
   const bool no_mid = is_skipped(forward ? TaskKind::kGateUp : TaskKind::kDownDgrad);
-  const bool no_dy_readers = !forward && is_skipped(TaskKind::kDownWgrad);
   const bool no_out = is_skipped(forward ? TaskKind::kDown : TaskKind::kGateUpDgrad);
   const auto stride = static_cast<int32_t>(gridDim.x * blockDim.x);
-  const auto first = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
-  for (int32_t expert = first; no_dy_readers && expert < shape.num_local_experts(); expert += stride) {
-    flags.dy_read[expert] = dy_target(params);
-  }
-  for (int32_t block = first; block < shape.capacity_blocks; block += stride) {
-    if ((skipped & kPullPhase) != 0) flags.rows_ready[block] = kBlockRows;
+  for (auto block = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x); block < shape.capacity_blocks;
+       block += stride) {
     if (no_z) flags.z_ready[block] = z_target(shape);
     if (no_mid) flags.mid_ready[block] = mid_target(shape, direction);
     for (int32_t part = 0; no_out && part < num_parts; ++part) {

@@ -11,9 +11,6 @@ namespace weft {
 struct BackwardParams : PersistentParams {
   // Tensor maps, all 3-d (columns, rows, experts or 1) unless said. What is loaded comes in boxes of 64 columns and 64
   // rows: half of a tile of 128 rows whose columns are K, or a chunk of a tile whose rows are K.
-  CUtensorMap dy;           // load [capacity, H] as (H, 1, capacity)
-  CUtensorMap x;            // load [capacity, H]
-  CUtensorMap x_rows;       // load [capacity, H] as (H, 1, capacity)
   CUtensorMap z;            // load [capacity, 2, I] as (I, 2, capacity), 128 rows
   CUtensorMap z_in_passes;  // likewise, in a call of several passes
   CUtensorMap act;          // load [capacity, I]
@@ -34,22 +31,18 @@ struct BackwardParams : PersistentParams {
   bool accumulates;  // into weight gradients in fp32
 };
 
-// The tiles of an expert's weight gradients: those of down, then those of gate and up.
+// The tiles of an expert's weight gradients: of H and I for that of down, and the same twice for gate and up.
 struct WgradTiles {
-  int32_t down_cols;
-  int32_t num_down;
-  int32_t gate_up_cols;
-  int32_t num_gate_up;
+  int32_t rows;  // of H
+  int32_t cols;  // of I
 
-  WEFT_HD int32_t num_all() const { return num_down + num_gate_up; }
+  WEFT_HD int32_t num_all() const { return 3 * rows * cols; }
 };
 WEFT_HD inline WgradTiles wgrad_tiles(const LayerShape& shape) {
-  const auto hidden = static_cast<int32_t>(shape.hidden);
-  const auto intermediate = static_cast<int32_t>(shape.intermediate);
-  const int32_t down_cols = ceil_div(intermediate, kHopperTiling.cols[static_cast<int32_t>(TaskKind::kDownWgrad)]);
-  const int32_t gate_up_cols = ceil_div(hidden, kHopperTiling.cols[static_cast<int32_t>(TaskKind::kGateUpWgrad)]);
-  return {down_cols, ceil_div(hidden, kBlockRows) * down_cols, gate_up_cols,
-          2 * ceil_div(intermediate, kBlockRows) * gate_up_cols};
+  constexpr int32_t kCols = kHopperTiling.cols[static_cast<int32_t>(TaskKind::kDownWgrad)];
+  static_assert(kHopperTiling.cols[static_cast<int32_t>(TaskKind::kGateUpWgrad)] == kCols);
+  return {static_cast<int32_t>(ceil_div<int64_t>(shape.hidden, kBlockRows)),
+          static_cast<int32_t>(ceil_div<int64_t>(shape.intermediate, kCols))};
 }
 
 // As load_forward.

@@ -10,7 +10,6 @@ namespace weft {
 
 struct ForwardParams : PersistentParams {
   // Tensor maps, all 3-d (columns, rows, experts or 1), boxes of 64 columns.
-  CUtensorMap x_pool;      // load [capacity, H], 128 rows
   CUtensorMap gate;        // load [e, I, H], 128 rows
   CUtensorMap up;          // load [e, I, H], 128 rows
   CUtensorMap down;        // load [e, H, I], 128 rows

@@ -396,6 +396,13 @@ std::string cuda_unsupported(const CudaOptions& options) {
                  options.shape.max_passes(), " passes; the CUDA backend works in at most ", kMostPasses,
                  ": raise capacity_rows, or leave it at 0 for the default");
   }
+  if (most_row_bytes(options.shape) > kMostRowBytes) {
+    return words("max_tokens is ", options.shape.max_tokens, " on each of ", options.shape.ep_size,
+                 " ranks and capacity_rows ", options.shape.capacity_rows(),
+                 ": rows of hidden = ", options.shape.hidden, " would take ", most_row_bytes(options.shape) >> 30,
+                 " GiB; the CUDA backend counts up to ", kMostRowBytes >> 30,
+                 ": lower max_tokens, or on several ranks capacity_rows");
+  }
   if (options.shape.ep_size == 1 && options.shape.max_passes() != 1) {
     return words(
         "capacity_rows is ", options.shape.capacity_rows(),

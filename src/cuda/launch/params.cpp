@@ -28,11 +28,11 @@ const TaskTable& table_of(const Workspace& workspace, const TaskChoice& choice) 
   return choice.direction == Direction::kForward ? workspace.forward_table : workspace.backward_table;
 }
 
-RowPull row_pull(const Bf16* const (&source)[kMaxCudaRanks], Bf16* pool) {
-  RowPull pull{};
-  std::copy_n(source, kMaxCudaRanks, pull.source);
-  pull.pool = pool;
-  return pull;
+TokenRows token_rows(const Bf16* const (&source)[kMaxCudaRanks], Bf16* pulled) {
+  TokenRows rows{};
+  std::copy_n(source, kMaxCudaRanks, rows.source);
+  rows.pulled = pulled;
+  return rows;
 }
 
 }  // namespace
@@ -74,7 +74,7 @@ PlanLaunch LaunchParams::plan(const Workspace& workspace, const Peers& peers, co
   return launch;
 }
 
-// What both directions have in common; `pulls`, `rows` and where router gradients go are the direction's own.
+// What both directions have in common; `dy`, `rows` and where router gradients go are the direction's own.
 void LaunchParams::fill(PersistentParams& params, const Workspace& workspace, const Peers& peers,
                         const TaskChoice& choice) const {
   params.plan = workspace.plan;
@@ -82,6 +82,8 @@ void LaunchParams::fill(PersistentParams& params, const Workspace& workspace, co
   params.table = table_of(workspace, choice);
   params.state = workspace.scratch.state;
   params.topk_idx = workspace.scratch.topk_idx;
+  params.row_begin = workspace.scratch.row_begin;
+  params.x = token_rows(peers.x, workspace.x);
   params.token_sum = workspace.token_sum;
   params.combine = choice.work.combine;
   params.recompute = choice.work.recompute;
@@ -124,13 +126,11 @@ ForwardParams LaunchParams::forward(const Workspace& workspace, const weft_forwa
   params.gate = weight_map(weights.gate, intermediate, hidden, weights.expert_stride, 128, "gate");
   params.up = weight_map(weights.up, intermediate, hidden, weights.expert_stride, 128, "up");
   params.down = weight_map(inputs.down, hidden, intermediate, hidden * intermediate, 128, "down");
-  params.x_pool = pool_map(workspace.x, hidden, kBlockRows);
   params.act = pool_map(workspace.act, intermediate, kBlockRows);
   params.act_store = pool_map(workspace.act, intermediate, 16);
   params.rows_store = pool_map(workspace.rows, hidden, 16);
   if (args.saved != nullptr) params.z_store = pool_map_in_parts(args.saved, intermediate, 2, 16);
-  params.pulls[0] = row_pull(peers.x, workspace.x);
-  params.num_pulls = params.num_pulls_in_passes = 1;
+  params.pulls_x = params.pulls_x_in_passes = true;
   params.rows = workspace.rows;
   params.result = static_cast<Bf16*>(args.y);
   params.clamp_limit = static_cast<float>(options_.clamp_limit);
@@ -152,9 +152,6 @@ BackwardParams LaunchParams::backward(const Workspace& workspace, const weft_bac
 
   BackwardParams params{};
   fill(params, workspace, peers, choice);
-  params.dy = pool_map_in_parts(workspace.rows, hidden, 1, kBoxRows);
-  params.x = pool_map(workspace.x, hidden, kBoxRows);
-  params.x_rows = pool_map_in_parts(workspace.x, hidden, 1, kBoxRows);
   params.z_in_passes = pool_map_in_parts(workspace.dz, intermediate, 2, kBlockRows);
   params.z = choice.work.recompute == Recompute::kAlways ? params.z_in_passes
                                                          : pool_map_in_parts(args.saved, intermediate, 2, kBlockRows);
@@ -173,12 +170,13 @@ BackwardParams LaunchParams::backward(const Workspace& workspace, const weft_bac
   if (choice.work.down_wgrad) {
     params.ddown = weight_map(args.ddown, hidden, intermediate, down_stride, 16, "ddown", args.grad_dtype);
   }
-  params.pulls[0] = row_pull(peers.dy, workspace.rows);
-  params.pulls[1] = row_pull(peers.x, workspace.x);
-  const bool needs_x = choice.work.gate_up_wgrad || choice.work.recompute == Recompute::kAlways;
-  params.num_pulls = needs_x && args.source != WEFT_SOURCE_WORKSPACE ? 2 : 1;
-  params.num_pulls_in_passes = 2;
-  params.num_dy_readers = task_bounds(shape, choice).num_dy_readers();
+  params.dy = token_rows(peers.dy, workspace.dy);
+  const auto pulls_x = [&](int32_t num_passes) {
+    return args.source != WEFT_SOURCE_WORKSPACE &&
+           (choice.work.gate_up_wgrad || recomputes(choice.work.recompute, num_passes));
+  };
+  params.pulls_x = pulls_x(1);
+  params.pulls_x_in_passes = pulls_x(2);
   params.rows = choice.work.dgrad ? workspace.rows : nullptr;
   params.result = static_cast<Bf16*>(args.dx);
   params.dw_parts = workspace.dw_partial;

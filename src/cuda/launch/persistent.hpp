@@ -16,21 +16,24 @@
 
 namespace weft {
 
-// Columns of a tile: a gate_up tile is 128 columns of g and the same 128 of u in one accumulator. Tickets of
-// communication are smaller in the forward, which begins and ends with them.
-inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, {4, 1}, {8, 2}, 1, 64};
+// Columns of a tile: a gate_up tile is 128 columns of g and the same 128 of u in one accumulator. Tickets of sums are
+// smaller in the forward, which ends with them.
+inline constexpr Tiling kHopperTiling{{128, 256, 256, 256, 256, 256}, true, {16, 1, false}, {8, 2, false}, 1, 64};
 
 // Row of the physical pool, in 32 bits, as a tensor map counts.
 WEFT_HD inline int32_t pool_row(const Plan& plan, int32_t virtual_row) {
   return virtual_row % (plan.shape.capacity_blocks * kBlockRows);
 }
 
-// Rows that are dispatched: pulled from their owners and stored in every pool row of theirs.
-struct RowPull {
+// Rows of tokens, of which tiles gather theirs (stage/gather.cuh): where a rank alone has them, or where pulls have
+// brought them, in order to cross once.
+struct TokenRows {
   const Bf16* source[kMaxCudaRanks];  // [T of the rank, H]
-  Bf16* pool;                         // [capacity, H]
+  Bf16* pulled;                       // several ranks: [ep_size, max_tokens, H], of tokens with rows here
+
+  // [ep_size, max_tokens, H]
+  WEFT_HD const Bf16* rows() const { return pulled != nullptr ? pulled : source[0]; }
 };
-inline constexpr int32_t kMaxPulls = 2;  // backward pulls dy, and x unless it is in the pool already
 
 inline constexpr int64_t kMostPasses = 65536;  // that a task can be of (tile/shared_tile.cuh)
 
@@ -41,11 +44,12 @@ struct PersistentParams {
   const PlanState* state;
   const int32_t* topk_idx;  // [ep_size, max_tokens, K] checked, of the plan's scratch
 
-  RowPull pulls[kMaxPulls];
-  int32_t num_pulls;            // the first so many, in a call of one pass
-  int32_t num_pulls_in_passes;  // in one of several, where a pool holds the rows of the last pass only
-  Recompute recompute;          // backward: of z, as in Work
-  int32_t num_dy_readers;       // backward: tiles that raise dy_read of an expert, for dx rows that take dy's place
+  const uint32_t* row_begin;  // of the plan's scratch
+  TokenRows x;
+  TokenRows dy;            // backward
+  bool pulls_x;            // several ranks: in a call of one pass; else x lies there from the forward, or is not needed
+  bool pulls_x_in_passes;  // in one of several, in whose backward z is made again
+  Recompute recompute;     // backward: of z, as in Work
 
   bool combine;                      // whether anything goes home to the tokens
   const Bf16* rows;                  // [capacity, H] o or dx of pool rows, which combine sums; null: not wanted

@@ -72,6 +72,8 @@ struct PlanScratch {
   Chunk* chunks;           // [chunks]
   uint32_t* block_counts;  // [max_blocks] entries that begin and end in each block of the pool
   RowRecord* records;      // [max_pool_rows]
+  uint32_t* row_begin;     // [max_pool_rows] of a valid row: where in [ep_size, max_tokens, H] its token's begins, in
+                           // pieces of 16 bytes (counted in 32 bits: 64 GiB)
 };
 
 // Words in a row of chunk_counts, which is read four at a time: experts, and behind them whether the chunk is faulty.
@@ -86,6 +88,7 @@ WEFT_HD inline PlanScratch carve_plan_scratch(Carver& carver, const LayerShape& 
   scratch.chunks = carver.take<Chunk>(chunks);
   scratch.block_counts = carver.take<uint32_t>(shape.max_blocks());
   scratch.records = carver.take<RowRecord>(shape.max_pool_rows());
+  scratch.row_begin = carver.take<uint32_t>(shape.max_pool_rows());
   return scratch;
 }
 

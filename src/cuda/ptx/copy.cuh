@@ -1,4 +1,4 @@
-// Asynchronous copies of tensor tiles by TMA. One instruction a function.
+// Asynchronous copies: of tensor tiles by TMA, of 16 bytes by a thread. One instruction a function.
 #pragma once
 
 #include <cuda.h>
@@ -8,6 +8,21 @@
 #include "cuda/ptx/mbarrier.cuh"
 
 namespace weft::ptx {
+
+// The address of the `n`th 16 bytes, found anew (volatile): kept, such addresses would take too many registers.
+__device__ __forceinline__ const uint4* piece_of(const uint4* first, uint32_t n) {
+  const uint4* address;
+  asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(n), "l"(first));
+  return address;
+}
+// Copies 16 bytes by a thread.
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+// Arrives once all that the thread has copied so has landed; one of the arrivals that the barrier was told to expect.
+__device__ __forceinline__ void copies_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 
 // Loads the box at (x, y, z) of a 3-d tensor; its bytes arrive on `barrier`.
 __device__ __forceinline__ void tma_load(const CUtensorMap* map, void* shared, uint64_t* barrier, int32_t x, int32_t y,
@@ -56,7 +71,7 @@ __device__ __forceinline__ void bulk_wait_read() {
 // This thread's bulk groups have landed: what a flag may announce.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Shared memory written by ordinary stores, before TMA reads it.
+// Shared memory written by ordinary stores or copy_async_16, before TMA or wgmma reads it.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace weft::ptx

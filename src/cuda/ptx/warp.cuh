@@ -5,6 +5,20 @@
 
 namespace weft::ptx {
 
+// True in one lane of a whole warp. Unlike with a lane's number, the compiler then knows that there is one, and needs
+// no loop over lanes around instructions that take uniform registers.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // The same value, of which the compiler knows nothing beyond this point: what follows from it takes no register before.
 __device__ __forceinline__ int32_t asked_anew(int32_t value) {
   asm volatile("" : "+r"(value));
@@ -21,10 +35,23 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Waits for `threads` threads of the CTA at its barrier `idx`; 0 is that of __syncthreads.
+__device__ __forceinline__ void barrier_sync(uint32_t idx, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(idx), "r"(threads) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit values from accumulator layout to rows in shared memory; lane l gives the address of row
 // l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(m0), "r"(m1),
+               "r"(m2), "r"(m3)
+               : "memory");
+}
+
+// Likewise, with columns where the rows would be.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t shared, uint32_t m0, uint32_t m1, uint32_t m2,
+                                                       uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(m0), "r"(m1),
                "r"(m2), "r"(m3)
                : "memory");
 }
@@ -37,6 +64,9 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t shared, uint32_t& m0, uint3
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_4(uint32_t shared, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(value) : "memory");
+}
 __device__ __forceinline__ void store_shared_8(uint32_t shared, float low, float high) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(low), "f"(high) : "memory");
 }

@@ -13,10 +13,10 @@ namespace weft {
 inline constexpr int32_t kChunkCols = 64;                        // of a box: 128 bytes
 inline constexpr int32_t kChunkBytes = kChunkCols * kTileK * 2;  // 64 rows of it
 inline constexpr int32_t kZChunks = kTileN / kChunkCols;         // stages that z of a tile takes
-static_assert(kZChunks < kClaimStages, "the load lane asks for the next task at a step, not behind the last");
+static_assert(kZChunks < kClaimStages, "the load warp asks for the next task at a step, not behind the last");
 
 // A weight gradient sums over the rows of its expert, up to the last half block that has a valid one: as far as
-// dispatch and down_dgrad have zeroed what is padding.
+// down_dgrad has zeroed dz and a' of padding, whose tokens are those of a valid row.
 __device__ __forceinline__ int32_t wgrad_steps(const ExpertRows& rows) { return ceil_div(rows.count, kTileK); }
 __device__ __forceinline__ int32_t backward_steps(const Plan& plan, const TaskHead& head) {
   if (is_wgrad(head.kind)) return wgrad_steps(expert_rows_in_pass(plan, head.local_expert, head.pass));
@@ -26,76 +26,111 @@ __device__ __forceinline__ int32_t backward_steps(const Plan& plan, const TaskHe
 }
 
 struct BackwardOperands {
+  static constexpr bool kHasWgrads = true;
   const BackwardParams& params;
   bool in_one_pass;
 
-  __device__ __forceinline__ int32_t num_steps(const TaskHead& head) const { return backward_steps(params.plan, head); }
-
-  __device__ __forceinline__ int32_t first_row(const TaskHead& head) const {
+  // B as four boxes of 64 columns and 64 rows, two a half of it.
+  struct Tile : LoadTile {
+    const CUtensorMap* map[2];  // of the halves
+    int32_t at[3];              // the first box
+    int32_t along_k[3];         // from step to step
+    int32_t half_columns;       // from half to half
+    bool along_rows;            // the second box of a half is 64 rows further, not 64 columns
+  };
+  __device__ __forceinline__ Tile tile(const TaskHead& head) const {
     const Plan& plan = params.plan;
-    const int32_t row =
-        is_wgrad(head.kind) ? expert_rows_in_pass(plan, head.local_expert, head.pass).begin : head.m_tile * kBlockRows;
-    return pool_row(plan, row);
+    Tile tile{};
+    static_cast<TaskHead&>(tile) = head;
+    tile.num_steps = backward_steps(plan, head);
+    tile.num_extra = head.kind == TaskKind::kDownDgrad ? kZChunks : 0;
+    tile.first_row = head.m_tile * kBlockRows;
+    tile.last_row = tile.first_row + max_of(1, int32_t{head.valid_rows}) - 1;
+    tile.gathered = Gathered::kRows;
+    tile.tokens = params.dy.rows();
+    tile.at[0] = head.n_tile * kTileN;
+    tile.at[2] = head.local_expert;
+    tile.along_k[1] = kTileK;
+    tile.half_columns = kTileN / 2;
+    switch (head.kind) {
+      case TaskKind::kGateUp:
+        tile.tokens = params.x.rows();
+        tile.map[0] = &params.gate;
+        tile.map[1] = &params.up;
+        tile.at[0] = 0;
+        tile.at[1] = head.n_tile * kGateUpCols;
+        tile.along_k[0] = kTileK;
+        tile.along_k[1] = 0;
+        tile.half_columns = 0;
+        tile.along_rows = true;
+        break;
+      case TaskKind::kGateUpDgrad:
+        tile.gathered = Gathered::kNothing;
+        tile.first_row = pool_row(plan, tile.first_row);
+        tile.map[0] = tile.map[1] = &params.gate;
+        break;
+      case TaskKind::kDownWgrad:
+      case TaskKind::kGateUpWgrad: {
+        const ExpertRows rows = expert_rows_in_pass(plan, head.local_expert, head.pass);
+        tile.gathered = Gathered::kColumns;
+        tile.first_row = rows.begin;
+        tile.last_row = rows.begin + rows.count - 1;
+        if (head.kind == TaskKind::kDownWgrad) {
+          tile.map[0] = tile.map[1] = &params.act;
+          tile.at[1] = pool_row(plan, rows.begin);
+          tile.at[2] = 0;
+        } else {
+          const int32_t num_gate_tiles = wgrad_tiles(plan.shape).cols;
+          const int32_t part = head.n_tile >= num_gate_tiles ? 1 : 0;
+          tile.tokens = params.x.rows();
+          tile.map[0] = tile.map[1] = &params.dz;
+          tile.at[0] -= part * num_gate_tiles * kTileN;
+          tile.at[1] = part;
+          tile.at[2] = pool_row(plan, rows.begin);
+          tile.along_k[1] = 0;
+          tile.along_k[2] = kTileK;
+        }
+        tile.tokens += head.m_tile * kBlockRows;
+        break;
+      }
+      default:
+        tile.map[0] = tile.map[1] = &params.down;
+    }
+    return tile;
   }
 
-  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const LoadTile& tile, int32_t step) const {
-    const bool is_dz = tile.kind == TaskKind::kGateUpDgrad || tile.kind == TaskKind::kGateUpWgrad;
-    const CUtensorMap* map = is_dz ? &params.dz : tile.kind == TaskKind::kGateUp ? &params.x_rows : &params.dy;
+  // Of gate_up_dgrad, the only one that is no rows of tokens.
+  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int32_t step) const {
     const auto intermediate = static_cast<int32_t>(params.plan.shape.intermediate);
-    if (is_wgrad(tile.kind)) {
-      const int32_t gate_tiles = ceil_div(intermediate, kBlockRows);
-      const int32_t part = is_dz && tile.m_tile >= gate_tiles ? 1 : 0;
-      const int32_t column = (tile.m_tile - part * gate_tiles) * kBlockRows;
-      const int32_t row = tile.first_row + step * kTileK;
-      ptx::tma_load(map, a, full, column, part, row);
-      ptx::tma_load(map, a + kChunkBytes, full, column + kChunkCols, part, row);
-    } else {
-      const int32_t part = is_dz && step * kTileK >= intermediate ? 1 : 0;
-      const int32_t column = step * kTileK - part * intermediate;
-      ptx::tma_load(map, a, full, column, part, tile.first_row);
-      ptx::tma_load(map, a + kChunkBytes, full, column, part, tile.first_row + kBlockRows / 2);
-    }
+    const int32_t part = step * kTileK >= intermediate ? 1 : 0;
+    const int32_t column = step * kTileK - part * intermediate;
+    ptx::tma_load(&params.dz, a, full, column, part, tile.first_row);
+    ptx::tma_load(&params.dz, a + kChunkBytes, full, column, part, tile.first_row + kBlockRows / 2);
   }
 
   template <class Load>
-  __device__ __forceinline__ void load_b(uint8_t* b, const LoadTile& tile, int32_t step, int32_t half,
-                                         Load load) const {
-    if (tile.kind == TaskKind::kGateUp) {  // the first half is gate, the second up
-      const CUtensorMap* weight = half == 0 ? &params.gate : &params.up;
-      const int32_t first_row = tile.n_tile * kGateUpCols;
-      load(weight, b, step * kTileK, first_row, tile.local_expert);
-      load(weight, b + kChunkBytes, step * kTileK, first_row + kGateUpCols / 2, tile.local_expert);
-      return;
+  __device__ __forceinline__ void load_b(uint8_t* b, const Tile& tile, int32_t step, int32_t half, Load load) const {
+    const CUtensorMap* map = half == 0 ? tile.map[0] : tile.map[1];
+    const int32_t x = tile.at[0] + step * tile.along_k[0] + half * tile.half_columns;
+    int32_t y = tile.at[1] + step * tile.along_k[1];
+    const int32_t z = tile.at[2] + step * tile.along_k[2];
+    if (tile.kind == TaskKind::kGateUpDgrad && y >= params.plan.shape.intermediate) {  // K goes on from gate to up
+      map = &params.up;
+      y -= static_cast<int32_t>(params.plan.shape.intermediate);
     }
-    const CUtensorMap* map = &params.down;
-    int32_t row = step * kTileK;
-    int32_t expert = tile.local_expert;
-    if (tile.kind == TaskKind::kGateUpDgrad) {
-      const auto intermediate = static_cast<int32_t>(params.plan.shape.intermediate);
-      const bool is_up = row >= intermediate;
-      map = is_up ? &params.up : &params.gate;
-      row -= is_up ? intermediate : 0;
-    } else if (is_wgrad(tile.kind)) {
-      map = tile.kind == TaskKind::kDownWgrad ? &params.act : &params.x;
-      row += tile.first_row;
-      expert = 0;  // a pool has none
-    }
-    const int32_t column = tile.n_tile * kTileN + half * (kTileN / 2);
-    load(map, b, column, row, expert);
-    load(map, b + kChunkBytes, column + kChunkCols, row, expert);
+    load(map, b, x, y, z);
+    load(map, b + kChunkBytes, x + (tile.along_rows ? 0 : kChunkCols), y + (tile.along_rows ? kChunkCols : 0), z);
   }
 
-  __device__ __forceinline__ int32_t num_extra(const TaskHead& head) const {
-    return head.kind == TaskKind::kDownDgrad ? kZChunks : 0;
-  }
   // 64 columns of g take the place of A, the same of u the first half of B's.
-  __device__ __forceinline__ void load_extra(uint8_t* a, uint8_t* b, uint64_t* full, const LoadTile& tile,
+  __device__ __forceinline__ void load_extra(uint8_t* a, uint8_t* b, uint64_t* full, const Tile& tile,
                                              int32_t n) const {
     const int32_t column = tile.n_tile * kTileN + n * kChunkCols;
+    const int32_t row = pool_row(params.plan, tile.first_row);
     ptx::mbarrier_arrive_expect_tx(full, 2 * kBlockRows * kChunkCols * 2);
     const CUtensorMap* z = in_one_pass ? &params.z : &params.z_in_passes;
-    ptx::tma_load(z, a, full, column, 0, tile.first_row);
-    ptx::tma_load(z, b, full, column, 1, tile.first_row);
+    ptx::tma_load(z, a, full, column, 0, row);
+    ptx::tma_load(z, b, full, column, 1, row);
   }
 };
 
@@ -136,11 +171,10 @@ struct BackwardBodies {
   __device__ __forceinline__ int32_t num_stages(const TaskHead& head) const {
     return backward_steps(params.plan, head) + (head.kind == TaskKind::kDownDgrad ? kZChunks : 0);
   }
-  // A CTA without a tile of the pair raises nothing: what it loads all the same, dy among it, it does not use.
+  // A CTA without a tile of the pair raises nothing.
   __device__ __forceinline__ uint32_t* counter(const TaskHead& head) const {
     const PassFlags& flags = params.flags.banks[head.pass % kNumBanks];
     const int32_t block = head.m_tile % params.plan.shape.capacity_blocks;
-    if (head.kind == TaskKind::kDownWgrad && params.num_dy_readers > 0) return &flags.dy_read[head.local_expert];
     if (head.kind == TaskKind::kGateUp) return &flags.z_ready[block];
     if (head.kind == TaskKind::kDownDgrad) return &flags.mid_ready[block];
     return head.kind == TaskKind::kGateUpDgrad ? &flags.out_ready[block] : nullptr;
@@ -151,7 +185,7 @@ struct BackwardBodies {
     if (is_wgrad(head.kind)) {
       const ExpertRows rows = expert_rows_in_pass(params.plan, head.local_expert, head.pass);
       if (rows.count > 0) {
-        multiply<ptx::Major::kMN, ptx::Major::kMN>(stage, wgrad_steps(rows), warpgroup, publish, acc);
+        multiply<ptx::Major::kMN, ptx::Major::kMN>(stage, wgrad_steps(rows), warpgroup, true, publish, acc);
         if (rows.resumes) add_carried(head, acc);
         if (rows.continues) {
           carry_on(head, acc);
@@ -163,13 +197,14 @@ struct BackwardBodies {
         if (!params.accumulates) store_zeroes(head, row_in_block, store);
       }
     } else if (head.kind == TaskKind::kGateUp) {
-      multiply<ptx::Major::kK, ptx::Major::kK>(stage, backward_steps(params.plan, head), warpgroup, publish, acc);
+      multiply<ptx::Major::kK, ptx::Major::kK>(stage, backward_steps(params.plan, head), warpgroup, true, publish, acc);
       const int32_t first_row = pool_row(params.plan, head.m_tile * kBlockRows + row_in_block);
 #pragma unroll
       for (int32_t part = 0; part < 2; ++part)
         store_z(store, map(&BackwardParams::dz_store), head.n_tile, part, first_row, acc);
     } else {
-      multiply<ptx::Major::kK, ptx::Major::kMN>(stage, backward_steps(params.plan, head), warpgroup, publish, acc);
+      multiply<ptx::Major::kK, ptx::Major::kMN>(stage, backward_steps(params.plan, head), warpgroup,
+                                                head.kind == TaskKind::kDownDgrad, publish, acc);
       if (head.kind == TaskKind::kDownDgrad) {
         finish_down_dgrad(head, row_in_block, stage, store, acc);
       } else {
@@ -271,8 +306,7 @@ struct BackwardBodies {
     const bool down = head.kind == TaskKind::kDownWgrad;
     const LayerShape& shape = params.plan.shape;
     const WgradTiles tiles = wgrad_tiles(shape);
-    const int32_t tile = down ? head.m_tile * tiles.down_cols + head.n_tile
-                              : tiles.num_down + head.m_tile * tiles.gate_up_cols + head.n_tile;
+    const int32_t tile = ((down ? 0 : tiles.cols) + head.n_tile) * tiles.rows + head.m_tile;
     const int64_t warp_tile = (int64_t{pass % 2} * tiles.num_all() + tile) * kMathWarps + threadIdx.x / 32 % kMathWarps;
     return params.wgrad_carry + warp_tile * (16 * kTileN / 2) + threadIdx.x % 32;
   }
@@ -292,45 +326,70 @@ struct BackwardBodies {
     __syncwarp();  // before the lane that announces the end of the pass does
   }
 
-  // Where 16 rows of a weight gradient's tile go.
-  struct Target {
+  // Where a warpgroup's part of a tile of dW_gate or dW_up begins. A tile of a weight gradient is 128 of H times 256 of
+  // I, which of these two is the transpose.
+  struct GateUpTarget {
     const CUtensorMap* map;
+    int32_t column;
     int32_t row;
   };
-  __device__ __forceinline__ Target target_of(const TaskHead& head, int32_t row_in_tile) const {
-    const int32_t row = head.m_tile * kBlockRows + row_in_tile;
-    if (head.kind == TaskKind::kDownWgrad) return {map(&BackwardParams::ddown), row};
-    const int32_t num_gate_tiles = ceil_div(static_cast<int32_t>(params.plan.shape.intermediate), kBlockRows);
-    if (head.m_tile < num_gate_tiles) return {map(&BackwardParams::dgate), row};
-    return {map(&BackwardParams::dup), row - num_gate_tiles * kBlockRows};
+  __device__ __forceinline__ GateUpTarget gate_up_target(const TaskHead& head, int32_t row_in_block) const {
+    const int32_t num_gate_tiles = wgrad_tiles(params.plan.shape).cols;
+    const bool is_up = head.n_tile >= num_gate_tiles;
+    return {map(is_up ? &BackwardParams::dup : &BackwardParams::dgate),
+            head.m_tile * kBlockRows + row_in_block / 64 * 64, (head.n_tile - (is_up ? num_gate_tiles : 0)) * kTileN};
   }
 
-  __device__ __forceinline__ void finish_wgrad(const TaskHead& head, int32_t row_in_tile, TileStore& store,
+  __device__ __forceinline__ void finish_wgrad(const TaskHead& head, int32_t row_in_block, TileStore& store,
                                                const float (&acc)[128]) const {
-    const Target target = target_of(head, row_in_tile);
-    const int32_t first_column = head.n_tile * kTileN;
-    if (!params.grads_in_fp32) {
-      store_bf16(store, target.map, first_column, target.row, head.local_expert, acc);
-    } else {
+    const int32_t expert = head.local_expert;
+    const bool adds = params.accumulates;
+    if (head.kind == TaskKind::kDownWgrad) {
+      const CUtensorMap* target = map(&BackwardParams::ddown);
+      const int32_t column = head.n_tile * kTileN;
+      const int32_t row = head.m_tile * kBlockRows + row_in_block;
+      if (!params.grads_in_fp32) return store_bf16(store, target, column, row, expert, acc);
 #pragma unroll
       for (int32_t part = 0; part < kTileN / 32; ++part) {
-        store.store_fp32(target.map, params.accumulates, first_column + part * 32, target.row, head.local_expert,
-                         [&](int32_t j, int32_t half) {
-                           const int32_t n = 4 * (part * 4 + j) + 2 * half;
-                           return float2{acc[n], acc[n + 1]};
-                         });
+        store.store_fp32(target, adds, column + part * 32, row, expert, part_of<32>(acc, part));
+      }
+    } else {
+      const GateUpTarget target = gate_up_target(head, row_in_block);
+      if (!params.grads_in_fp32) {
+#pragma unroll
+        for (int32_t part = 0; part < kTileN / kStoreCols; ++part) {
+          store.store_transposed(target.map, target.column, target.row + part * kStoreCols, expert,
+                                 packed_part(acc, part));
+        }
+      } else {
+#pragma unroll
+        for (int32_t part = 0; part < kTileN / 32; ++part) {
+          store.store_fp32_transposed(target.map, adds, target.column, target.row + part * 32, expert,
+                                      part_of<32>(acc, part));
+        }
       }
     }
   }
 
   // The weight gradient of an expert without rows.
-  __device__ __forceinline__ void store_zeroes(const TaskHead& head, int32_t row_in_tile, TileStore& store) const {
-    const Target target = target_of(head, row_in_tile);
+  __device__ __forceinline__ void store_zeroes(const TaskHead& head, int32_t row_in_block, TileStore& store) const {
+    const auto zero = [](int32_t, int32_t) { return 0U; };
     const int32_t box_columns = params.grads_in_fp32 ? 32 : 64;
+    if (head.kind == TaskKind::kDownWgrad) {
 #pragma unroll 1
-    for (int32_t column = 0; column < kTileN; column += box_columns) {
-      store.store(target.map, head.n_tile * kTileN + column, target.row, head.local_expert,
-                  [](int32_t, int32_t) { return 0U; });
+      for (int32_t column = 0; column < kTileN; column += box_columns) {
+        store.store(map(&BackwardParams::ddown), head.n_tile * kTileN + column, head.m_tile * kBlockRows + row_in_block,
+                    head.local_expert, zero);
+      }
+    } else {
+      const GateUpTarget target = gate_up_target(head, row_in_block);
+#pragma unroll 1
+      for (int32_t row = row_in_block % 64; row < kTileN; row += 64) {
+#pragma unroll 1
+        for (int32_t column = 0; column < 64; column += box_columns) {
+          store.store(target.map, target.column + column, target.row + row, head.local_expert, zero);
+        }
+      }
     }
   }
 };

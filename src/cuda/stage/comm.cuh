@@ -1,6 +1,6 @@
 // Communication: warps of every CTA take the tickets of CommOrder - pulls first, then combines in the order in which
-// entries complete and sums of own tokens - and math warps join in when their tiles are done. One warp of the rank
-// leads: it opens the next pass.
+// entries complete and sums of own tokens - and load and math warps join in when their tiles are done. One warp of the
+// rank leads: it opens the next pass.
 #pragma once
 
 #include "cuda/stage/combine.cuh"
@@ -9,7 +9,7 @@
 
 namespace weft {
 
-inline constexpr int32_t kCommWarps = 2;  // a CTA
+inline constexpr int32_t kCommWarps = 3;  // a cluster
 
 static_assert(CommOrder::sum_batch_of(1) <= 32, "zero_masked_tokens has a token a lane");
 static_assert(kHopperTiling.forward.pull_rows <= 32 && kBlockRows % kHopperTiling.forward.pull_rows == 0 &&
@@ -109,7 +109,7 @@ __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   const LayerShape& shape = params.plan.shape;
   const uint32_t epoch = params.state->epoch + static_cast<uint32_t>(pass);
   const PassFlags& left = params.flags.banks[(pass - 1) % kNumBanks];
-  const uint32_t num_workers = (kCommWarps + kMathWarps) * gridDim.x;
+  const uint32_t num_workers = (kCommWarps + kClusterCtas * kMathWarps) * (gridDim.x / kClusterCtas);
   if (pass > params.launch.first_pass &&
       !wait_counter(params, left.workers_done, num_workers,
                     {WaitTask::kLeavePass, pass - 1, FlagKind::kWorkersDone, -1, -1})) {
@@ -137,14 +137,15 @@ __device__ inline bool open_pass(const PersistentParams& params, int32_t pass) {
   return true;
 }
 
-// One communication warp, all passes of the launch. A pass is opened by the launch that has its pulls.
+// One communication warp, the passes of the launch from first_pass on. A pass is opened by the launch that has its
+// pulls.
 template <class Probe>
-__device__ __forceinline__ void run_comm_passes(const PersistentParams& params, Direction direction, bool leads,
-                                                const Probe& probe) {
+__device__ __forceinline__ void run_comm_passes(const PersistentParams& params, Direction direction, int32_t first_pass,
+                                                bool leads, const Probe& probe) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool opens = leads && first_lane && (params.launch.phases & kPullPhase) != 0;
 #pragma unroll 1
-  for (int32_t pass = params.launch.first_pass;; ++pass) {
+  for (int32_t pass = first_pass;; ++pass) {
     if (opens && pass > 0) open_pass(params, pass);
     __syncwarp();
     if (!enter_pass(params, pass)) return;

@@ -14,30 +14,44 @@ __device__ __forceinline__ int32_t forward_steps(const LayerShape& shape, TaskKi
 }
 
 struct ForwardOperands {
+  static constexpr bool kHasWgrads = false;
   const ForwardParams& params;
 
-  __device__ __forceinline__ int32_t num_steps(const TaskHead& head) const {
-    return forward_steps(params.plan.shape, head.kind);
-  }
-  __device__ __forceinline__ int32_t first_row(const TaskHead& head) const {
-    return pool_row(params.plan, head.m_tile * kBlockRows);
-  }
-  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const LoadTile& tile, int32_t step) const {
-    const CUtensorMap* map = tile.kind == TaskKind::kGateUp ? &params.x_pool : &params.act;
-    ptx::tma_load(map, a, full, step * kTileK, tile.first_row, 0);
-  }
-  // Of a gate_up tile the first half is gate, the second up.
-  template <class Load>
-  __device__ __forceinline__ void load_b(uint8_t* b, const LoadTile& tile, int32_t step, int32_t half,
-                                         Load load) const {
-    if (tile.kind == TaskKind::kGateUp) {
-      load(half == 0 ? &params.gate : &params.up, b, step * kTileK, tile.n_tile * kGateUpCols, tile.local_expert);
+  // B as two boxes of 64 columns and 128 rows. Of a gate_up tile the first is gate, the second up.
+  struct Tile : LoadTile {
+    const CUtensorMap* map[2];
+    int32_t row[2];
+  };
+  __device__ __forceinline__ Tile tile(const TaskHead& head) const {
+    const LayerShape& shape = params.plan.shape;
+    Tile tile{};
+    static_cast<TaskHead&>(tile) = head;
+    tile.num_steps = forward_steps(shape, head.kind);
+    tile.first_row = head.m_tile * kBlockRows;
+    if (head.kind == TaskKind::kGateUp) {
+      tile.gathered = Gathered::kRows;
+      tile.tokens = params.x.rows();
+      tile.last_row = tile.first_row + max_of(1, int32_t{head.valid_rows}) - 1;
+      tile.map[0] = &params.gate;
+      tile.map[1] = &params.up;
+      tile.row[0] = tile.row[1] = head.n_tile * kGateUpCols;
     } else {
-      load(&params.down, b, step * kTileK, tile.n_tile * kTileN + half * (kTileN / 2), tile.local_expert);
+      tile.first_row = pool_row(params.plan, tile.first_row);
+      tile.map[0] = tile.map[1] = &params.down;
+      tile.row[0] = head.n_tile * kTileN;
+      tile.row[1] = tile.row[0] + kTileN / 2;
     }
+    return tile;
   }
-  __device__ __forceinline__ int32_t num_extra(const TaskHead&) const { return 0; }
-  __device__ __forceinline__ void load_extra(uint8_t*, uint8_t*, uint64_t*, const LoadTile&, int32_t) const {}
+  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int32_t step) const {
+    ptx::tma_load(&params.act, a, full, step * kTileK, tile.first_row, 0);
+  }
+  template <class Load>
+  __device__ __forceinline__ void load_b(uint8_t* b, const Tile& tile, int32_t step, int32_t half, Load load) const {
+    load(half == 0 ? tile.map[0] : tile.map[1], b, step * kTileK, half == 0 ? tile.row[0] : tile.row[1],
+         tile.local_expert);
+  }
+  __device__ __forceinline__ void load_extra(uint8_t*, uint8_t*, uint64_t*, const Tile&, int32_t) const {}
 };
 
 // silu(g) u in fp32; tanh.approx is accurate to 2^-11, below the rounding of the result. Whether there is a limit is
@@ -74,7 +88,7 @@ struct ForwardBodies {
     const float* row_weight = params.plan.row_weight + head.m_tile * kBlockRows + row_in_block + threadIdx.x % 32 / 4;
     const float weights[2] = {row_weight[0], row_weight[8]};
     multiply<ptx::Major::kK, ptx::Major::kK>(stage, forward_steps(params.plan.shape, head.kind), row_in_block / 64,
-                                             publish, acc);
+                                             head.kind == TaskKind::kGateUp, publish, acc);
     if (head.kind == TaskKind::kGateUp) {
       if (params.clamp_limit > 0) {
         finish_gate_up<true>(head, row_in_block, weights, store, acc);

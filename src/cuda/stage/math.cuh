@@ -90,29 +90,105 @@ class TileStore {
         ptx::store_shared_8(rows + (offset ^ ((j + 2) * 32)), is_odd ? left.x : right.x, is_odd ? left.y : right.y);
       }
     }
-    send([&](const uint8_t* source) {
-      if (adds) {
-        ptx::tma_add(map, source, x, y, z);
-      } else {
-        ptx::tma_store(map, source, x, y, z);
+    send([&](const uint8_t* source) { store_or_add(map, adds, source, x, y, z); });
+  }
+
+  // The same of a tile whose columns are the rows of what is stored: 64 of them, of the 64 rows of a warpgroup, whose
+  // warps write to one another's buffers and store 16 rows each.
+  template <class Packed>
+  __device__ __forceinline__ void store_transposed(const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
+                                                   Packed packed) {
+    const uint32_t buffers = claim_warpgroup();
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+    const int32_t offset = swizzled(lane / 16 * 8 + lane % 8, 2 * warp_idx() + lane / 8 % 2);
+#pragma unroll
+    for (int32_t j = 0; j < kStoreCols / 8; j += 2) {
+      ptx::stmatrix_x4_transposed(buffers + buffer_of_warp(j / 2) + offset, packed(j, 0), packed(j, 1),
+                                  packed(j + 1, 0), packed(j + 1, 1));
+    }
+    send_warpgroup([&](const uint8_t* source) { ptx::tma_store(map, source, x, y + warp_idx() * 16, z); });
+  }
+
+  // 32 columns in fp32: a warp stores half of the columns of 16 rows.
+  template <class Values>
+  __device__ __forceinline__ void store_fp32_transposed(const CUtensorMap* map, bool adds, int32_t x, int32_t y,
+                                                        int32_t z, Values values) {
+    const uint32_t buffers = claim_warpgroup();
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+    const int32_t first_column = warp_idx() % 2 * 16 + lane / 4;
+    const int32_t first_row = lane % 4 * 2;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const float2 pair = values(j, half);
+        const int32_t row = j % 2 * 8 + first_row;
+        const int32_t chunk = first_column / 4 + half * 2;
+        const uint32_t rows = buffers + buffer_of_warp(j / 2 * 2 + warp_idx() / 2) + first_column % 4 * 4;
+        ptx::store_shared_4(rows + swizzled(row, chunk), pair.x);
+        ptx::store_shared_4(rows + swizzled(row + 1, chunk), pair.y);
       }
+    }
+    send_warpgroup([&](const uint8_t* source) {
+      store_or_add(map, adds, source, x + warp_idx() % 2 * 32, y + warp_idx() / 2 * 16, z);
     });
   }
 
  private:
+  __device__ __forceinline__ static int32_t warp_idx() { return static_cast<int32_t>(threadIdx.x / 32 % 4); }
+  // Where the buffer of a warp of the warpgroup lies, behind that of its first one.
+  __device__ __forceinline__ static uint32_t buffer_of_warp(int32_t warp) {
+    return static_cast<uint32_t>(warp * kStoreBuffers) * sizeof(*buffers_);
+  }
+  __device__ __forceinline__ static void sync_warpgroup() { ptx::barrier_sync(threadIdx.x / 128, 128); }
+
+  // That of the warpgroup's first warp; all its warps may write to the buffers of all.
+  __device__ __forceinline__ uint32_t claim_warpgroup() {
+    const uint32_t buffer = claim();
+    sync_warpgroup();
+    return buffer - buffer_of_warp(warp_idx());
+  }
+  template <class Issue>
+  __device__ __forceinline__ void send_warpgroup(Issue issue) {
+    ptx::fence_async_shared();
+    sync_warpgroup();
+    send(issue);
+  }
+  __device__ __forceinline__ static void store_or_add(const CUtensorMap* map, bool adds, const uint8_t* source,
+                                                      int32_t x, int32_t y, int32_t z) {
+    if (adds) {
+      ptx::tma_add(map, source, x, y, z);
+    } else {
+      ptx::tma_store(map, source, x, y, z);
+    }
+  }
+
   uint8_t (*buffers_)[16 * kStoreCols * 2];
   int32_t next_ = 0;
 };
+
+// kCols columns of a warp's 16 rows, the `part`th, as TileStore takes them: (j, half) gives columns 8 j + {0, 1} of the
+// upper or lower row.
+template <int32_t kCols>
+__device__ __forceinline__ auto part_of(const float (&acc)[128], int32_t part) {
+  return [&acc, part](int32_t j, int32_t half) {
+    const int32_t n = 4 * (part * (kCols / 8) + j) + 2 * half;
+    return float2{acc[n], acc[n + 1]};
+  };
+}
+__device__ __forceinline__ auto packed_part(const float (&acc)[128], int32_t part) {  // rounded to bf16
+  return [values = part_of<kStoreCols>(acc, part)](int32_t j, int32_t half) {
+    const float2 pair = values(j, half);
+    return ptx::pack_bf16(pair.x, pair.y);
+  };
+}
 
 // A warp's 16 rows of a tile, rounded to bf16.
 __device__ __forceinline__ void store_bf16(TileStore& store, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
                                            const float (&acc)[128]) {
 #pragma unroll
   for (int32_t part = 0; part < kTileN / kStoreCols; ++part) {
-    store.store(map, x + part * kStoreCols, y, z, [&](int32_t j, int32_t half) {
-      const int32_t n = 4 * (part * 8 + j) + 2 * half;
-      return ptx::pack_bf16(acc[n], acc[n + 1]);
-    });
+    store.store(map, x + part * kStoreCols, y, z, packed_part(acc, part));
   }
 }
 
@@ -127,7 +203,7 @@ class StageReader {
   __device__ __forceinline__ uint8_t* b() const { return shared_.b[position_.index]; }
   __device__ __forceinline__ void wait() { ptx::mbarrier_wait(&shared_.stage_full[position_.index], position_.phase); }
   __device__ __forceinline__ void advance() { position_.advance(); }
-  // Tells the load lanes of both CTAs that this warp is done with a stage.
+  // Tells the load warps of both CTAs that this warp is done with a stage.
   __device__ __forceinline__ void release(int32_t stage) {
     if (threadIdx.x % 32 < kClusterCtas) {
       ptx::mbarrier_arrive_mapped(empty_ + static_cast<uint32_t>(stage * static_cast<int32_t>(sizeof(uint64_t))));
@@ -148,9 +224,9 @@ class StageReader {
   RingPosition<kStages> position_;
 };
 
-// acc = A[64 rows of this warpgroup] B^T over num_steps stages.
+// acc = A[64 rows of this warpgroup] B^T over num_steps stages. `gathered`: A came by stage/gather.cuh.
 template <ptx::Major kA, ptx::Major kB>
-__device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, int32_t warpgroup,
+__device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, int32_t warpgroup, bool gathered,
                                          DeferredPublish& publish, float (&acc)[128]) {
   // To publish takes a fence, which waits. By then the tile's stores have landed, two steps are in flight meanwhile,
   // and the warpgroups take turns, so that the tensor cores have work.
@@ -160,6 +236,7 @@ __device__ __forceinline__ void multiply(StageReader& stage, int32_t num_steps, 
   int32_t previous = 0;
   for (int32_t step = 0; step < num_steps; ++step) {
     stage.wait();
+    if (gathered) ptx::fence_async_shared();  // the copies were the generic proxy's
     const uint8_t* rows = stage.a() + warpgroup * (kBytesA / 2);
     const uint64_t a = kA == ptx::Major::kK ? ptx::k_major_descriptor(rows) : ptx::mn_major_descriptor(rows);
     const uint64_t b = kB == ptx::Major::kK ? ptx::k_major_descriptor(stage.b()) : ptx::mn_major_descriptor(stage.b());

@@ -1,13 +1,13 @@
 // The shape of a persistent kernel: which warp of which CTA takes which role.
 //
 //   warps   role        registers  waits for                             raises
-//   0       load        104        task_full, stage_empty                task_wanted, stage_full
-//   1       scheduler   104        task_wanted, rows_ready, z_ready,     task_full (first CTA of the cluster only)
-//                                  mid_ready, dy_read, task_empty
-//   2-3     comm        104        out_ready, arrived                    rows_ready; arrived, or a row of the result
-//   4-11    math        200        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready,
-//                                                                        dy_read
-//                                                                        and then, without tasks, as comm
+//   0-1     load        104        task_full, stage_empty                task_wanted, stage_full
+//   2       scheduler   104        task_wanted, rows_ready, z_ready,     task_full (first CTA of the cluster only: in
+//                                  mid_ready, task_empty                 the other one, comm)
+//   3       comm        104        out_ready, arrived                    rows_ready; arrived, or a row of the result
+//   4-11    math        200        task_full, stage_full                 stage_empty; z_ready, mid_ready, out_ready
+//                                                                        and then, without tasks, as comm; load
+//                                                                        likewise
 //
 // A launch runs the phases and passes that its parameters name: all, or one phase at a time on the phased path, where
 // every wait inside the rank has been met by the launches before.
@@ -25,7 +25,7 @@ inline constexpr size_t kSharedBytes = sizeof(SharedTile) + 1024;  // the base i
 
 __device__ __forceinline__ void init_barriers(SharedTile& shared) {
   for (int32_t stage = 0; stage < kStages; ++stage) {
-    ptx::mbarrier_init(&shared.stage_full[stage], 1);
+    ptx::mbarrier_init(&shared.stage_full[stage], 1 + kLoadWarps * 32);  // what TMA brings, and what each lane does
     ptx::mbarrier_init(&shared.stage_empty[stage], kClusterCtas * kMathWarps);
   }
   ptx::mbarrier_init(&shared.task_wanted, 1);
@@ -65,16 +65,17 @@ __device__ __forceinline__ void run_roles(const Launch& launch, Direction direct
     ptx::give_registers<104>();
     const PersistentParams& own = own_params_anew(launch);
     const Probe probe(own);
-    if (warp == 0) {
-      if (threadIdx.x == 0) {
+    if (warp == kLoadWarps && ptx::cluster_rank() == 0) {
+      run_scheduler(own, shared, direction, probe);
+    } else {
+      const bool loads = warp < kLoadWarps;
+      if (loads) {
         const typename Probe::Span span = probe.begin(WEFT_TRACE_LOAD);
         run_load(make_operands(), shared, ptx::cluster_rank());
         probe.end(span);
       }
-    } else if (warp == 1) {
-      if (ptx::cluster_rank() == 0) run_scheduler(own, shared, direction, probe);
-    } else {
-      run_comm_passes(own, direction, blockIdx.x == 0 && warp == 2, probe);
+      run_comm_passes(own, direction, loads ? end_pass(own) - 1 : own.launch.first_pass, blockIdx.x == 0 && !loads,
+                      probe);
     }
   } else {
     ptx::take_registers<200>();

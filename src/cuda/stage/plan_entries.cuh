@@ -42,9 +42,9 @@ __device__ inline EntryCounts entries_before(const PlanParams& launch, const Pla
   return {sums[0], sums[1], sums[2]};
 }
 
-// Writes row_route, row_weight and pass_entry_begin; of an entry its number in row_entry of its first row, and in the
-// records of its first and last row where its fan_rows begin and its place in combine_order. CTAs take neighbouring
-// blocks, threads four neighbouring rows.
+// Writes row_route, row_begin, row_weight and pass_entry_begin; of an entry its number in row_entry of its first row,
+// and in the records of its first and last row where its fan_rows begin and its place in combine_order. CTAs take
+// neighbouring blocks, threads four neighbouring rows.
 __device__ inline void list_entries(const PlanParams& launch, const PlanShared& shared) {
   constexpr int32_t kRows = 4;
   constexpr int32_t kTileRows = kPlanThreads * kRows;
@@ -93,10 +93,13 @@ __device__ inline void list_entries(const PlanParams& launch, const PlanShared& 
     }
     int32_t entry[kRows];
     int32_t source_and_k[kRows];  // as in RouteRef
+    uint32_t row_begin[kRows];
 #pragma unroll
     for (int32_t n = 0; n < kRows; ++n) {
       const RowBits bits = RowBits::unpack(record[n].packed);
       source_and_k[n] = bits.source | bits.k << 16;
+      const auto token = static_cast<uint32_t>(bits.source * plan.shape.max_tokens + record[n].token);
+      row_begin[n] = token * static_cast<uint32_t>(plan.shape.hidden / 8);
       entry[n] = -1;
       if (bits.head) {
         records[first + n].link = counts.rows;
@@ -111,6 +114,8 @@ __device__ inline void list_entries(const PlanParams& launch, const PlanShared& 
     *reinterpret_cast<float4*>(plan.row_weight + first) = {record[0].weight, record[1].weight, record[2].weight,
                                                            record[3].weight};
     *reinterpret_cast<int4*>(plan.row_entry + first) = {entry[0], entry[1], entry[2], entry[3]};
+    *reinterpret_cast<uint4*>(launch.scratch.row_begin + first) = {row_begin[0], row_begin[1], row_begin[2],
+                                                                   row_begin[3]};
     load(first + kTileRows);
   }
 

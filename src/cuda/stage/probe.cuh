@@ -72,9 +72,9 @@ template <class Operands, class Probe>
 struct ProbedOperands : Operands {
   Probe probe;
 
-  __device__ __forceinline__ int32_t num_steps(const TaskHead& head) const {
+  __device__ __forceinline__ auto tile(const TaskHead& head) const {
     probe.delay(ProbeSite::kLoad, head.m_tile * 64 + head.n_tile);
-    return Operands::num_steps(head);
+    return Operands::tile(head);
   }
 };
 

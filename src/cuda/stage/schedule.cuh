@@ -29,9 +29,6 @@ __device__ __forceinline__ uint32_t mid_target(const LayerShape& shape, Directio
   if (direction == Direction::kForward) return z_target(shape);
   return static_cast<uint32_t>(ceil_div(static_cast<int32_t>(shape.intermediate), kTileN) * kMathWarps);
 }
-__device__ __forceinline__ uint32_t dy_target(const PersistentParams& params) {
-  return static_cast<uint32_t>(params.num_dy_readers * kMathWarps);
-}
 __device__ __forceinline__ int32_t part_begin_tile(const LayerShape& shape, int32_t part, int32_t num_parts) {
   return part_begin(ceil_div(static_cast<int32_t>(shape.hidden), kTileN), part, num_parts);
 }
@@ -49,6 +46,7 @@ __device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Dire
   // z made again came from rows, dy among them.
   const bool needs_z = task.kind == TaskKind::kDownDgrad && recomputes(params.recompute, *plan.num_passes);
   const bool needs_rows = task.kind == TaskKind::kGateUp || (task.kind == TaskKind::kDownDgrad && !needs_z);
+  if (needs_rows && plan.shape.ep_size == 1) return true;  // all tokens are the rank's own
   const uint32_t* counters = needs_rows ? flags.rows_ready : needs_z ? flags.z_ready : flags.mid_ready;
   const uint32_t target = needs_rows ? uint32_t{kBlockRows}
                           : needs_z  ? z_target(plan.shape)
@@ -62,14 +60,10 @@ __device__ __forceinline__ bool wait_inputs(const PersistentParams& params, Dire
     end = min_of(plan.expert_block_begin[task.local_expert + 1], window_begin + plan.shape.capacity_blocks);
   }
   const WaitTask waiter{static_cast<int32_t>(WaitTask::kGateUp) + static_cast<int32_t>(task.kind)};
-  const int32_t num_blocks = end - begin;
-  const int32_t num_waits = num_blocks + (task.kind == TaskKind::kGateUpDgrad ? 1 : 0);  // all at once, a lane each
   bool ready = true;
-  for (int32_t n = lane; n < num_waits && ready; n += 32) {
-    const bool is_dy = n == num_blocks;
-    const int32_t place = is_dy ? task.local_expert : (begin + n) % plan.shape.capacity_blocks;
-    ready = wait_counter(params, (is_dy ? flags.dy_read : counters) + place, is_dy ? dy_target(params) : target,
-                         {waiter, ticket, is_dy ? FlagKind::kDyRead : flag, place, -1});
+  for (int32_t block = begin + lane; block < end && ready; block += 32) {
+    const int32_t place = block % plan.shape.capacity_blocks;
+    ready = wait_counter(params, &counters[place], target, {waiter, ticket, flag, place, -1});
   }
   return __all_sync(~0U, ready);
 }
@@ -92,11 +86,8 @@ __device__ __forceinline__ TaskHead head_of(const Plan& plan, const MatrixTask& 
     head.valid_rows = static_cast<uint8_t>(valid_rows_of_block(plan, task.local_expert, head.m_tile));
     return head;
   }
-  const LayerShape& shape = plan.shape;
-  const bool down = task.kind == TaskKind::kDownWgrad;
-  const auto rows = static_cast<int32_t>(down ? shape.hidden : shape.intermediate);
-  const int32_t tile = down ? head.m_tile : head.m_tile % ceil_div(rows, kBlockRows);
-  head.valid_rows = static_cast<uint8_t>(min_of(kBlockRows, rows - tile * kBlockRows));
+  const int32_t rows_left = static_cast<int32_t>(plan.shape.hidden) - head.m_tile * kBlockRows;
+  head.valid_rows = static_cast<uint8_t>(min_of(kBlockRows, rows_left));
   return head;
 }
 

@@ -14,7 +14,7 @@ inline constexpr int32_t kTileK = 64;   // one 128-byte swizzle row of bf16
 inline constexpr int32_t kTileN = 256;  // columns of an accumulator: 256 of H or I, or 128 of gate and the same of up
 inline constexpr int32_t kGateUpCols = kTileN / 2;
 inline constexpr int32_t kStages = 4;
-// Two: a load lane may be at the next task while math warps have yet to take this one.
+// Two: load warps may be at the next task while math warps have yet to take this one.
 inline constexpr int32_t kTaskSlots = 2;
 // A task is claimed when so many stages of the one before are left to load: enough to find it and to see its inputs
 // there. Claimed earlier, tasks that share a weight tile would start as far apart as what their clusters do first
@@ -23,7 +23,8 @@ inline constexpr int32_t kClaimStages = 8;
 inline constexpr int32_t kStoreCols = 64;  // a warp stores its rows 64 columns (128 bytes) at a time
 inline constexpr int32_t kStoreBuffers = 2;
 inline constexpr int32_t kMathWarps = 8;
-inline constexpr uint32_t kTaskReaders = 1 + kMathWarps;  // of a CTA: the load lane and the math warps
+inline constexpr int32_t kLoadWarps = 2;
+inline constexpr uint32_t kTaskReaders = kLoadWarps + kMathWarps;  // of a CTA
 
 inline constexpr int32_t kBytesA = kBlockRows * kTileK * 2;
 inline constexpr int32_t kBytesB = kTileN * kTileK * 2;
