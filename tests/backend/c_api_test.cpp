@@ -433,7 +433,9 @@ void touch_stack() {
   for (size_t n = 0; n < sizeof(pages); n += 4096) pages[n] = 1;
 }
 
+// In a process of its own from the start, not a fork of this one, which may have more threads.
 TEST(ForwardDeathTest, WithoutMemoryItSaysWhatWasAskedFor) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
   Ranks ranks(1);
   weft_config config = good_config();
   config.precision = WEFT_PRECISION_FP64;
