@@ -133,6 +133,7 @@ typedef struct weft_inputs {
   const void* down;          /* [e, H, I] */
 } weft_inputs;
 
+/* What a call writes - results, `saved`, workspace - lies apart from what it reads. */
 typedef struct weft_forward_args {
   size_t struct_size;
   const weft_inputs* inputs;

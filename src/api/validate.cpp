@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
+#include <vector>
 
 #include "core/status.hpp"
 #include "layout/carver.hpp"
@@ -93,6 +95,56 @@ void validate_debug(const weft_config& config, const weft_debug* caller_debug) {
   require_argument(reinterpret_cast<uintptr_t>(debug.trace) % alignof(weft_trace_record) == 0,
                    "trace must be aligned to ", alignof(weft_trace_record), " bytes");
 }
+
+// An array of a call; null where it is not given.
+struct Extent {
+  const char* name;
+  const void* begin;
+  int64_t bytes;
+
+  bool meets(const Extent& other) const {
+    if (begin == nullptr || other.begin == nullptr || bytes == 0 || other.bytes == 0) return false;
+    const auto first = reinterpret_cast<uintptr_t>(begin);
+    const auto second = reinterpret_cast<uintptr_t>(other.begin);
+    return first < second + static_cast<uintptr_t>(other.bytes) && second < first + static_cast<uintptr_t>(bytes);
+  }
+};
+
+// Results are stored while other tiles still read what a call brings.
+void require_apart(std::span<const Extent> written, std::span<const Extent> read) {
+  for (size_t n = 0; n < written.size(); ++n) {
+    const auto require_apart_from = [&](const Extent& other) {
+      require_argument(!written[n].meets(other), written[n].name, " overlaps ", other.name,
+                       "; what a call writes must lie apart from all else that it is given");
+    };
+    for (const Extent& other : read) require_apart_from(other);
+    for (const Extent& other : written.subspan(n + 1)) require_apart_from(other);
+  }
+}
+
+int64_t element_bytes(weft_dtype dtype) { return dtype == WEFT_DTYPE_FP64 ? 8 : dtype == WEFT_DTYPE_FP32 ? 4 : 2; }
+
+// The arrays of a call whose sizes follow from the configuration.
+struct Extents {
+  Extents(const weft_config& config, const weft_inputs& inputs)
+      : data_bytes(element_bytes(recipe_of(config.precision).data_dtype)),
+        rows(inputs.num_tokens * config.hidden),
+        routes(inputs.num_tokens * config.top_k),
+        weight(config.num_experts / config.ep_size * config.hidden * config.intermediate),
+        read{{"x", inputs.x, rows * data_bytes},
+             {"topk_idx", inputs.topk_idx, routes * int64_t{sizeof(int32_t)}},
+             {"topk_weights", inputs.topk_weights, routes * int64_t{sizeof(float)}},
+             {"gate_up", inputs.gate_up, 2 * weight * data_bytes},
+             {"gate", inputs.gate, weight * data_bytes},
+             {"up", inputs.up, weight * data_bytes},
+             {"down", inputs.down, weight * data_bytes}} {}
+
+  int64_t data_bytes;
+  int64_t rows;  // elements of [T, H]
+  int64_t routes;
+  int64_t weight;  // elements of [e, I, H]
+  std::vector<Extent> read;
+};
 
 void validate_workspace(const void* workspace, int64_t bytes, int64_t needed) {
   require_pointer(workspace, "workspace", "workspace_bytes of weft_query_sizes");
@@ -189,6 +241,12 @@ void validate_forward(const weft_config& config, const weft_forward_args& args, 
   } else {
     require_argument(args.saved == nullptr, "saved is set, but the layer has save = WEFT_SAVE_INPUTS; pass NULL");
   }
+  const Extents extents(config, inputs);
+  const int64_t saved_bytes = shape_of(config).capacity_rows() * 2 * config.intermediate * extents.data_bytes;
+  const Extent written[] = {{"y", args.y, extents.rows * extents.data_bytes},
+                            {"saved", args.saved, saved_bytes},
+                            {"workspace", args.workspace, args.workspace_bytes}};
+  require_apart(written, extents.read);
 }
 
 void validate_backward(const weft_config& config, const weft_backward_args& args, const weft_inputs& inputs,
@@ -221,6 +279,20 @@ void validate_backward(const weft_config& config, const weft_backward_args& args
   require_argument(
       args.accumulate == 0 || dtype != WEFT_DTYPE_BF16,
       "accumulate needs gradients in fp32 (fp64 in precision fp64), not in bf16: small steps would be lost");
+
+  Extents extents(config, inputs);
+  const int64_t saved_bytes = shape_of(config).capacity_rows() * 2 * config.intermediate * extents.data_bytes;
+  extents.read.push_back({"dy", args.dy, extents.rows * extents.data_bytes});
+  extents.read.push_back({"saved", args.saved, saved_bytes});
+  const int64_t weight_bytes = extents.weight * element_bytes(args.grad_dtype);
+  const Extent written[] = {{"dx", args.dx, extents.rows * extents.data_bytes},
+                            {"dtopk_weights", args.dtopk_weights, extents.routes * int64_t{sizeof(float)}},
+                            {"dgate_up", args.dgate_up, 2 * weight_bytes},
+                            {"dgate", args.dgate, weight_bytes},
+                            {"dup", args.dup, weight_bytes},
+                            {"ddown", args.ddown, weight_bytes},
+                            {"workspace", args.workspace, args.workspace_bytes}};
+  require_apart(written, extents.read);
 }
 
 }  // namespace weft

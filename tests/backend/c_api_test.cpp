@@ -108,12 +108,13 @@ struct Call {
     const auto rows = static_cast<size_t>(config.max_tokens * config.hidden);
     const auto experts = static_cast<size_t>(config.num_experts / config.ep_size);
     const auto weight = static_cast<size_t>(config.hidden * config.intermediate);
+    const weft_dtype dtype = config.precision == WEFT_PRECISION_FP64 ? WEFT_DTYPE_FP64 : WEFT_DTYPE_BF16;
     std::mt19937 generator(1);
-    for (auto* array : {&x, &y}) *array = Array(WEFT_DTYPE_BF16, rows);
+    for (auto* array : {&x, &y}) *array = Array(dtype, rows);
     x.fill_normal(generator, 1);
-    gate_up = Array(WEFT_DTYPE_BF16, experts * 2 * weight);
+    gate_up = Array(dtype, experts * 2 * weight);
     gate_up.fill_normal(generator, 0.1);
-    down = Array(WEFT_DTYPE_BF16, experts * weight);
+    down = Array(dtype, experts * weight);
     down.fill_normal(generator, 0.1);
     topk_idx.assign(static_cast<size_t>(config.max_tokens * config.top_k), 1);
     topk_weights.assign(topk_idx.size(), 0.5F);
@@ -168,6 +169,10 @@ TEST(Forward, RefusesBadArgumentsInWordsAndStaysUsable) {
   expect_words([](Call& c) { c.args.workspace = static_cast<std::byte*>(c.args.workspace) + 8; },
                "workspace must be aligned to 256 bytes");
   expect_words([](Call& c) { c.args.inputs = nullptr; }, "args.inputs is NULL");
+  expect_words([](Call& c) { c.args.y = c.x.data(); }, "y overlaps x; what a call writes must lie apart");
+  expect_words([](Call& c) { c.args.y = c.args.saved; }, "y overlaps saved");
+  expect_words([](Call& c) { c.inputs.down = static_cast<std::byte*>(c.args.workspace) + 1000; },
+               "workspace overlaps down");
   expect_words([](Call& c) { c.topk_idx[5] = 8; }, "topk_idx of rank 0 at token 2, slot 1 is 8; allowed: 0 to 7");
   expect_words([](Call& c) { c.topk_idx[4] = -2; }, "token 2, slot 0 is -2");
   Call good(config, layer);
@@ -180,7 +185,7 @@ TEST(Backward, RefusesBadArgumentsInWords) {
   weft_layer* layer = ranks.create(config)[0];
   Call call(config, layer);
   ASSERT_EQ(call.run(), WEFT_OK) << weft_last_error();
-  Array gradient(WEFT_DTYPE_BF16, call.down.size());
+  Array gradient(WEFT_DTYPE_BF16, 2 * call.down.size());
   const auto expect_words = [&](void (*spoil)(weft_backward_args&), const std::string& words) {
     weft_backward_args args;
     WEFT_INIT(args);
@@ -203,6 +208,9 @@ TEST(Backward, RefusesBadArgumentsInWords) {
   expect_words([](weft_backward_args& a) { a.grad_dtype = static_cast<weft_dtype>(3); },
                "grad_dtype is 3, which is no weft_dtype");
   expect_words([](weft_backward_args& a) { a.dgate = a.ddown; }, "gate and up gradients must come as");
+  expect_words([](weft_backward_args& a) { a.dgate_up = a.ddown; }, "dgate_up overlaps ddown");
+  expect_words([](weft_backward_args& a) { a.ddown = const_cast<void*>(a.dy); }, "ddown overlaps x");
+  expect_words([](weft_backward_args& a) { a.dx = const_cast<void*>(a.saved); }, "dx overlaps saved");
 }
 
 // Two ranks, each on a thread of its own, doing different things.
@@ -433,9 +441,7 @@ void touch_stack() {
   for (size_t n = 0; n < sizeof(pages); n += 4096) pages[n] = 1;
 }
 
-// In a process of its own from the start, not a fork of this one, which may have more threads.
 TEST(ForwardDeathTest, WithoutMemoryItSaysWhatWasAskedFor) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
   Ranks ranks(1);
   weft_config config = good_config();
   config.precision = WEFT_PRECISION_FP64;
