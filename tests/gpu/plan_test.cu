@@ -231,17 +231,31 @@ std::string difference(const Plan& host, const TaskTable& table, const TaskChoic
   return end == next ? "" : words(" pass_begin[", *host.num_passes, "] is ", end);
 }
 
+// Where rows of tokens begin, as tiles gather them; of padding rows nobody asks.
+std::string row_begin_difference(const Plan& host, const uint32_t* row_begin) {
+  const LayerShape& shape = host.shape;
+  for (int32_t row = 0; row < host.num_blocks() * kBlockRows; ++row) {
+    const RouteRef route = host.row_route[row];
+    const int64_t expected = (route.source * shape.max_tokens + route.token) * (shape.hidden / 8);
+    if (route.token != kPaddingToken && row_begin[row] != expected) return words(" row_begin[", row, "]");
+  }
+  return "";
+}
+
 // Empty if everything that the rank's launch made is what the host makes of the routing.
 std::string difference(const cases::Routing& routing, const DeviceRank& rank, uint32_t epoch) {
   const cases::RankPlan host(routing, rank.shape.ep_rank, rank.shape.hidden, rank.shape.intermediate);
   const auto plan_copy = rank.plan.read();
   const auto table_copy = rank.table.read();
   const auto flag_copy = rank.flags.read();
+  const auto scratch_copy = rank.scratch.read();
   Carver plan_carver(plan_copy->data());
   Carver table_carver(table_copy->data());
   Carver flag_carver(flag_copy->data());
+  Carver scratch_carver(scratch_copy->data());
   std::string names = difference(*host, carve_plan(plan_carver, rank.shape));
   names += difference(*host, carve_task_table(table_carver, rank.shape, rank.choice), rank.choice);
+  names += row_begin_difference(*host, carve_plan_scratch(scratch_carver, rank.shape).row_begin);
 
   const LocalFlags flags = carve_local_flags(flag_carver, rank.shape);
   const uint32_t* end = flags.words + kNumBanks * flags.words_per_bank + 1;
