@@ -129,7 +129,8 @@ void forward(weft_layer* layer, weft_forward_args* caller_args) {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
     args.inputs = &inputs;
-    validate_forward(layer->config, args, inputs, layer->backend->forward_workspace_bytes());
+    validate_forward(layer->config, args, inputs, layer->backend->forward_workspace_bytes(),
+                     layer->backend->saved_bytes());
     layer->backend->check_reported();
     layer->backend->check_forward(args);
     layer->backend->stage(memory, args);
@@ -152,7 +153,7 @@ void backward(weft_layer* layer, weft_backward_args* caller_args) {
     args = read_struct(caller_args, "args");
     inputs = read_struct(args.inputs, "args.inputs");
     args.inputs = &inputs;
-    validate_backward(layer->config, args, inputs, layer->backend->workspace_bytes());
+    validate_backward(layer->config, args, inputs, layer->backend->workspace_bytes(), layer->backend->saved_bytes());
     layer->backend->check_reported();
     layer->backend->check_backward(args);
     layer->backend->stage(memory, args);

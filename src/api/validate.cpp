@@ -122,12 +122,10 @@ void require_apart(std::span<const Extent> written, std::span<const Extent> read
   }
 }
 
-int64_t element_bytes(weft_dtype dtype) { return dtype == WEFT_DTYPE_FP64 ? 8 : dtype == WEFT_DTYPE_FP32 ? 4 : 2; }
-
 // The arrays of a call whose sizes follow from the configuration.
 struct Extents {
   Extents(const weft_config& config, const weft_inputs& inputs)
-      : data_bytes(element_bytes(recipe_of(config.precision).data_dtype)),
+      : data_bytes(dtype_bytes(recipe_of(config.precision).data_dtype)),
         rows(inputs.num_tokens * config.hidden),
         routes(inputs.num_tokens * config.top_k),
         weight(config.num_experts / config.ep_size * config.hidden * config.intermediate),
@@ -231,7 +229,7 @@ LayerShape shape_of(const weft_config& config) {
 }
 
 void validate_forward(const weft_config& config, const weft_forward_args& args, const weft_inputs& inputs,
-                      int64_t workspace_bytes) {
+                      int64_t workspace_bytes, int64_t saved_bytes) {
   validate_inputs(config, inputs);
   validate_debug(config, args.debug);
   validate_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
@@ -242,7 +240,6 @@ void validate_forward(const weft_config& config, const weft_forward_args& args, 
     require_argument(args.saved == nullptr, "saved is set, but the layer has save = WEFT_SAVE_INPUTS; pass NULL");
   }
   const Extents extents(config, inputs);
-  const int64_t saved_bytes = shape_of(config).capacity_rows() * 2 * config.intermediate * extents.data_bytes;
   const Extent written[] = {{"y", args.y, extents.rows * extents.data_bytes},
                             {"saved", args.saved, saved_bytes},
                             {"workspace", args.workspace, args.workspace_bytes}};
@@ -250,7 +247,7 @@ void validate_forward(const weft_config& config, const weft_forward_args& args, 
 }
 
 void validate_backward(const weft_config& config, const weft_backward_args& args, const weft_inputs& inputs,
-                       int64_t workspace_bytes) {
+                       int64_t workspace_bytes, int64_t saved_bytes) {
   validate_inputs(config, inputs);
   validate_debug(config, args.debug);
   validate_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
@@ -281,12 +278,12 @@ void validate_backward(const weft_config& config, const weft_backward_args& args
       "accumulate needs gradients in fp32 (fp64 in precision fp64), not in bf16: small steps would be lost");
 
   Extents extents(config, inputs);
-  const int64_t saved_bytes = shape_of(config).capacity_rows() * 2 * config.intermediate * extents.data_bytes;
   extents.read.push_back({"dy", args.dy, extents.rows * extents.data_bytes});
   extents.read.push_back({"saved", args.saved, saved_bytes});
-  const int64_t weight_bytes = extents.weight * element_bytes(args.grad_dtype);
-  const Extent written[] = {{"dx", args.dx, extents.rows * extents.data_bytes},
-                            {"dtopk_weights", args.dtopk_weights, extents.routes * int64_t{sizeof(float)}},
+  const int64_t weight_bytes = extents.weight * dtype_bytes(args.grad_dtype);
+  const Extent written[] = {{"dx", args.want_dx != 0 ? args.dx : nullptr, extents.rows * extents.data_bytes},
+                            {"dtopk_weights", args.want_dtopk_weights != 0 ? args.dtopk_weights : nullptr,
+                             extents.routes * int64_t{sizeof(float)}},
                             {"dgate_up", args.dgate_up, 2 * weight_bytes},
                             {"dgate", args.dgate, weight_bytes},
                             {"dup", args.dup, weight_bytes},

@@ -21,8 +21,8 @@ void validate_config(const weft_config& config);
 LayerShape shape_of(const weft_config& config);
 
 void validate_forward(const weft_config& config, const weft_forward_args& args, const weft_inputs& inputs,
-                      int64_t workspace_bytes);
+                      int64_t workspace_bytes, int64_t saved_bytes);
 void validate_backward(const weft_config& config, const weft_backward_args& args, const weft_inputs& inputs,
-                       int64_t workspace_bytes);
+                       int64_t workspace_bytes, int64_t saved_bytes);
 
 }  // namespace weft

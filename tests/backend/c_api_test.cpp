@@ -210,7 +210,12 @@ TEST(Backward, RefusesBadArgumentsInWords) {
   expect_words([](weft_backward_args& a) { a.dgate = a.ddown; }, "gate and up gradients must come as");
   expect_words([](weft_backward_args& a) { a.dgate_up = a.ddown; }, "dgate_up overlaps ddown");
   expect_words([](weft_backward_args& a) { a.ddown = const_cast<void*>(a.dy); }, "ddown overlaps x");
-  expect_words([](weft_backward_args& a) { a.dx = const_cast<void*>(a.saved); }, "dx overlaps saved");
+  expect_words(
+      [](weft_backward_args& a) {
+        a.want_dx = 1;
+        a.dx = const_cast<void*>(a.saved);
+      },
+      "dx overlaps saved");
 }
 
 // Two ranks, each on a thread of its own, doing different things.
